@@ -1,0 +1,140 @@
+// The kernels on the CPU. A row is one token's vector of one head: the unit that everything here copies.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "operators.h"
+
+namespace dflash2 {
+namespace {
+
+using at::BFloat16;
+
+constexpr int64_t kGrainBytes = 32 * 1024;  // less than this is not worth a second thread
+
+#define DFLASH2_DISPATCH_CURRENT(dtype, ...)                                                                \
+  AT_DISPATCH_SWITCH(dtype, "dflash2",                                                                      \
+                     AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
+                         AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
+
+template <class Body>
+void parallel_rows(int64_t rows, int64_t row_bytes, const Body& body) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrainBytes / row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
+
+int64_t ring_slot(int64_t position, int64_t window) {
+  const int64_t slot = position % window;
+  return slot < 0 ? slot + window : slot;
+}
+
+template <class Source, class Destination>
+void copy_row(const Source* source, Destination* row, int64_t size) {
+  if constexpr (std::is_same_v<Source, Destination>) {
+    std::memcpy(row, source, size_t(size) * sizeof(Destination));
+  } else {
+    for (int64_t d = 0; d < size; ++d) row[d] = Destination(float(source[d]));
+  }
+}
+
+template <class Current>
+void pack_queries(const PackGeometry<int64_t>& g, const Current* current, BFloat16* packed) {
+  parallel_rows(g.lanes * g.q_heads * g.rows, g.head_dim * 2, [&](int64_t row) {
+    const int64_t j = row % g.rows, h = row / g.rows % g.q_heads, b = row / g.rows / g.q_heads;
+    copy_row(current + ((b * g.rows + j) * g.q_heads + h) * g.head_dim, packed + row * g.head_dim, g.head_dim);
+  });
+}
+
+// The block's own rows, then the ring from the newest token back, then zeros for what was never committed.
+template <class Current>
+void pack_ring(const PackGeometry<int64_t>& g, const BFloat16* ring, const Current* current, const int32_t* lengths,
+               const int32_t* positions, BFloat16* packed) {
+  const int64_t packed_length = g.packed_length(), row_bytes = g.head_dim * 2;
+  parallel_rows(g.lanes * g.kv_heads * packed_length, row_bytes, [&](int64_t row) {
+    const int64_t j = row % packed_length, head = row / packed_length, b = head / g.kv_heads, h = head % g.kv_heads;
+    BFloat16* destination = packed + row * g.head_dim;
+    if (j < g.rows) {
+      copy_row(current + ((b * g.rows + j) * g.kv_heads + h) * g.head_dim, destination, g.head_dim);
+    } else if (const int64_t age = j - g.rows; age < lengths[b]) {
+      const int64_t slot = ring_slot(int64_t(positions[b]) - 1 - age, g.window);
+      copy_row(ring + (head * g.window + slot) * g.head_dim, destination, g.head_dim);
+    } else {
+      std::memset(destination, 0, size_t(row_bytes));
+    }
+  });
+}
+
+template <class Current>
+void commit_rows(const CommitGeometry<int64_t>& g, const Current* tokens, const int32_t* counts,
+                 const int32_t* positions, BFloat16* ring) {
+  parallel_rows(g.lanes * g.max_count * g.kv_heads, g.head_dim * 2, [&](int64_t row) {
+    const int64_t h = row % g.kv_heads, i = row / g.kv_heads % g.max_count, b = row / g.kv_heads / g.max_count;
+    if (i >= counts[b]) return;
+    const int64_t slot = ring_slot(int64_t(positions[b]) + i, g.window);
+    copy_row(tokens + row * g.head_dim, ring + ((b * g.kv_heads + h) * g.window + slot) * g.head_dim, g.head_dim);
+  });
+}
+
+struct CpuKernels {
+  static void pack_attention(const PackGeometry<int64_t>& g, const Tensor& ring_keys, const Tensor& ring_values,
+                             const Tensor& current_queries, const Tensor& current_keys, const Tensor& current_values,
+                             const Tensor& cache_lengths, const Tensor& write_positions, Tensor& packed_queries,
+                             Tensor& packed_keys, Tensor& packed_values) {
+    const auto* lengths = cache_lengths.const_data_ptr<int32_t>();
+    const auto* positions = write_positions.const_data_ptr<int32_t>();
+    DFLASH2_DISPATCH_CURRENT(current_queries.scalar_type(), [&] {
+      pack_queries(g, current_queries.const_data_ptr<scalar_t>(), packed_queries.mutable_data_ptr<BFloat16>());
+      pack_ring(g, ring_keys.const_data_ptr<BFloat16>(), current_keys.const_data_ptr<scalar_t>(), lengths, positions,
+                packed_keys.mutable_data_ptr<BFloat16>());
+      pack_ring(g, ring_values.const_data_ptr<BFloat16>(), current_values.const_data_ptr<scalar_t>(), lengths,
+                positions, packed_values.mutable_data_ptr<BFloat16>());
+    });
+  }
+
+  static void fill_attention_mask(const MaskGeometry<int64_t>& g, const Tensor& cache_lengths, Tensor& mask) {
+    const auto* lengths = cache_lengths.const_data_ptr<int32_t>();
+    auto* values = mask.mutable_data_ptr<BFloat16>();
+    const int64_t packed_length = g.packed_length();
+    parallel_rows(g.lanes * g.q_heads * g.rows, packed_length * 2, [&](int64_t row) {
+      const int64_t j = row % g.rows, b = row / g.rows / g.q_heads;
+      const int64_t seen = std::clamp<int64_t>(lengths[b], 0, g.window - 1 - j);
+      BFloat16* begin = values + row * packed_length;
+      std::fill(begin, begin + g.rows + seen, BFloat16(0.0f));
+      std::fill(begin + g.rows + seen, begin + packed_length, BFloat16(-std::numeric_limits<float>::infinity()));
+    });
+  }
+
+  static void commit_kv(const CommitGeometry<int64_t>& g, const Tensor& new_keys, const Tensor& new_values,
+                        const Tensor& commit_counts, const Tensor& write_positions, Tensor& ring_keys,
+                        Tensor& ring_values) {
+    const auto* counts = commit_counts.const_data_ptr<int32_t>();
+    const auto* positions = write_positions.const_data_ptr<int32_t>();
+    DFLASH2_DISPATCH_CURRENT(new_keys.scalar_type(), [&] {
+      commit_rows(g, new_keys.const_data_ptr<scalar_t>(), counts, positions, ring_keys.mutable_data_ptr<BFloat16>());
+      commit_rows(g, new_values.const_data_ptr<scalar_t>(), counts, positions,
+                  ring_values.mutable_data_ptr<BFloat16>());
+    });
+  }
+
+  static void set_mask_rows(const MaskRowsGeometry<int64_t>& g, const Tensor& mask_embedding, Tensor& hidden) {
+    const auto* embedding = mask_embedding.const_data_ptr<BFloat16>();
+    DFLASH2_DISPATCH_CURRENT(hidden.scalar_type(), [&] {
+      auto* rows = hidden.mutable_data_ptr<scalar_t>();
+      parallel_rows(g.lanes * (g.rows - 1), g.hidden_size * int64_t(sizeof(scalar_t)), [&](int64_t row) {
+        const int64_t j = 1 + row % (g.rows - 1), b = row / (g.rows - 1);
+        copy_row(embedding, rows + (b * g.rows + j) * g.hidden_size, g.hidden_size);
+      });
+    });
+  }
+};
+
+}  // namespace
+}  // namespace dflash2
+
+TORCH_LIBRARY_IMPL(dflash2, CPU, m) { dflash2::Operators<dflash2::CpuKernels>::register_on(m); }
