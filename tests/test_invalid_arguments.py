@@ -101,7 +101,7 @@ def table():
     for op, (_, valid) in CALLS.items():
         tensors = {name: value for name, value in valid().items() if isinstance(value, torch.Tensor)}
         for name, tensor in tensors.items():
-            wrong = torch.float32 if tensor.dtype in (torch.int32, torch.bfloat16) else torch.float64
+            wrong = torch.float32 if tensor.dtype in (torch.int32, torch.bfloat16) else torch.int16
             bad(op, name, "dtype", **{name: tensor.to(wrong)})
             if tensor.dtype == torch.int32:
                 bad(op, name, "int64", **{name: tensor.long()})

@@ -62,9 +62,9 @@ struct BFloat16 {
   static ushort from_bfloat16(ushort bits) { return bits; }
 };
 
-// ---- eight elements of a row
+// ---- rows
 
-// Two to a word, in memory order: what one 16-byte access reads or writes.
+// Eight elements, two to a word: what one 16-byte access reads or writes.
 inline uint4 load_row(device const ushort* source, bool aligned) {
   if (aligned) return *reinterpret_cast<device const uint4*>(source);
   uint4 packed;
@@ -83,35 +83,36 @@ inline void store_row(device ushort* destination, uint4 packed, bool aligned) {
   }
 }
 
+// Rounds one row of a current tensor. The threads of the row stay side by side in memory: of float32 they take four
+// elements each, twice; of 16-bit types eight, once.
 template <typename Current>
-inline uint4 load_current(device const uint* source, bool aligned) {
-  uint4 low, high;
-  if (aligned) {
-    low = reinterpret_cast<device const uint4*>(source)[0];
-    high = reinterpret_cast<device const uint4*>(source)[1];
-  } else {
-    for (uint i = 0; i < 4; ++i) {
-      low[i] = source[i];
-      high[i] = source[4 + i];
+inline void round_row(device const uint* source, device ushort* destination, uint vector, uint vectors, bool aligned) {
+  for (uint half_row = 0; half_row < 2; ++half_row) {
+    const uint element = (half_row * vectors + vector) * 4;
+    if (aligned) {
+      const uint4 bits = *reinterpret_cast<device const uint4*>(source + element);
+      *reinterpret_cast<device ushort4*>(destination + element) =
+          ushort4(Current::to_bfloat16(bits.x), Current::to_bfloat16(bits.y), Current::to_bfloat16(bits.z),
+                  Current::to_bfloat16(bits.w));
+    } else {
+      for (uint i = element; i < element + 4; ++i) destination[i] = Current::to_bfloat16(source[i]);
     }
   }
-  uint4 packed;
-  packed[0] = uint(Current::to_bfloat16(low[0])) | uint(Current::to_bfloat16(low[1])) << 16;
-  packed[1] = uint(Current::to_bfloat16(low[2])) | uint(Current::to_bfloat16(low[3])) << 16;
-  packed[2] = uint(Current::to_bfloat16(high[0])) | uint(Current::to_bfloat16(high[1])) << 16;
-  packed[3] = uint(Current::to_bfloat16(high[2])) | uint(Current::to_bfloat16(high[3])) << 16;
-  return packed;
 }
 
 template <typename Current>
-inline uint4 load_current(device const ushort* source, bool aligned) {
-  uint4 packed = load_row(source, aligned);
+inline void round_row(device const ushort* source, device ushort* destination, uint vector, uint, bool aligned) {
+  const uint element = vector * kVector;
+  uint4 packed = load_row(source + element, aligned);
   for (uint i = 0; i < 4; ++i) {
     const uint low = Current::to_bfloat16(ushort(packed[i])), high = Current::to_bfloat16(ushort(packed[i] >> 16));
     packed[i] = low | high << 16;
   }
-  return packed;
+  store_row(destination + element, packed, aligned);
 }
+
+// A row has 16 or 32 vectors of eight elements.
+inline uint vector_shift(uint head_dim) { return head_dim == 128 ? 4 : 5; }
 
 // Any int32 position is a slot: a running token count serves as a position.
 inline uint ring_slot(int position, uint window) {
@@ -135,30 +136,32 @@ kernel void pack_attention(device const ushort* ring_keys [[buffer(0)]],
                            device ushort* packed_values [[buffer(9)]],
                            constant PackParams& p [[buffer(10)]],
                            uint3 thread_position [[thread_position_in_grid]]) {
-  const uint row_shift = p.head_dim == 128 ? 4 : 5;  // vectors in a row: 16 or 32
-  const uint row = thread_position.x >> row_shift;
-  const uint element = (thread_position.x & ((1u << row_shift) - 1)) * kVector;
+  const uint shift = vector_shift(p.head_dim);
+  const uint vectors = 1u << shift;
+  const uint row = thread_position.x >> shift;
+  const uint vector = thread_position.x & (vectors - 1);
   const uint head = thread_position.y;
   const uint lane = thread_position.z;
   const bool aligned = p.aligned != 0;
   const ulong lane_head = ulong(lane) * p.kv_heads + head;
-  const ulong packed = (lane_head * (p.window - 1 + p.rows) + row) * p.head_dim + element;
+  const ulong packed = (lane_head * (p.window - 1 + p.rows) + row) * p.head_dim;
 
   if (row < p.rows) {
     const ulong token = ulong(lane) * p.rows + row;
-    const ulong current = (token * p.kv_heads + head) * p.head_dim + element;
-    store_row(packed_keys + packed, load_current<Current>(current_keys + current, aligned), aligned);
-    store_row(packed_values + packed, load_current<Current>(current_values + current, aligned), aligned);
+    const ulong current = (token * p.kv_heads + head) * p.head_dim;
+    round_row<Current>(current_keys + current, packed_keys + packed, vector, vectors, aligned);
+    round_row<Current>(current_values + current, packed_values + packed, vector, vectors, aligned);
     const uint group = p.q_heads / p.kv_heads;
     for (uint h = head * group; h < (head + 1) * group; ++h) {
-      const ulong query = (token * p.q_heads + h) * p.head_dim + element;
-      const ulong packed_query = ((ulong(lane) * p.q_heads + h) * p.rows + row) * p.head_dim + element;
-      store_row(packed_queries + packed_query, load_current<Current>(current_queries + query, aligned), aligned);
+      const ulong query = (token * p.q_heads + h) * p.head_dim;
+      const ulong packed_query = ((ulong(lane) * p.q_heads + h) * p.rows + row) * p.head_dim;
+      round_row<Current>(current_queries + query, packed_queries + packed_query, vector, vectors, aligned);
     }
     return;
   }
 
   const uint age = row - p.rows;
+  const uint element = vector * kVector;
   uint4 key = uint4(0), value = uint4(0);
   if (int(age) < cache_lengths[lane]) {
     const uint next = ring_slot(write_positions[lane], p.window);
@@ -167,8 +170,8 @@ kernel void pack_attention(device const ushort* ring_keys [[buffer(0)]],
     key = load_row(ring_keys + ring, aligned);
     value = load_row(ring_values + ring, aligned);
   }
-  store_row(packed_keys + packed, key, aligned);
-  store_row(packed_values + packed, value, aligned);
+  store_row(packed_keys + packed + element, key, aligned);
+  store_row(packed_values + packed + element, value, aligned);
 }
 
 // Grid: (packed length, q_heads, lanes). A thread writes its column in every row of the block.
@@ -198,20 +201,20 @@ kernel void commit_kv(device const typename Current::Bits* new_keys [[buffer(0)]
                       device ushort* ring_values [[buffer(5)]],
                       constant CommitParams& p [[buffer(6)]],
                       uint3 thread_position [[thread_position_in_grid]]) {
-  const uint row_shift = p.head_dim == 128 ? 4 : 5;
-  const uint token = thread_position.x >> row_shift;
-  const uint element = (thread_position.x & ((1u << row_shift) - 1)) * kVector;
+  const uint shift = vector_shift(p.head_dim);
+  const uint vectors = 1u << shift;
+  const uint token = thread_position.x >> shift;
+  const uint vector = thread_position.x & (vectors - 1);
   const uint head = thread_position.y;
   const uint lane = thread_position.z;
-  const bool aligned = p.aligned != 0;
   if (int(token) >= commit_counts[lane]) return;
 
   const uint ahead = ring_slot(write_positions[lane], p.window) + token;
   const uint slot = ahead < p.window ? ahead : ahead - p.window;
-  const ulong source = ((ulong(lane) * p.max_count + token) * p.kv_heads + head) * p.head_dim + element;
-  const ulong ring = ((ulong(lane) * p.kv_heads + head) * p.window + slot) * p.head_dim + element;
-  store_row(ring_keys + ring, load_current<Current>(new_keys + source, aligned), aligned);
-  store_row(ring_values + ring, load_current<Current>(new_values + source, aligned), aligned);
+  const ulong source = ((ulong(lane) * p.max_count + token) * p.kv_heads + head) * p.head_dim;
+  const ulong ring = ((ulong(lane) * p.kv_heads + head) * p.window + slot) * p.head_dim;
+  round_row<Current>(new_keys + source, ring_keys + ring, vector, vectors, p.aligned != 0);
+  round_row<Current>(new_values + source, ring_values + ring, vector, vectors, p.aligned != 0);
 }
 
 // Grid: (hidden_size, rows - 1, lanes).
