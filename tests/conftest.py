@@ -1,5 +1,6 @@
 """Every device that the tests run on: `cpu`, and `mps`, which is real on a Mac and simulated on Linux."""
 
+import os
 import pathlib
 import runpy
 import sys
@@ -8,27 +9,21 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGE = ROOT / "torch_dflash2"
-
-
-def host_library(**options) -> pathlib.Path:
-    """The package's Metal path, unmodified, built for the stand-in for a Mac."""
-    import metal_sim
-
-    embed = runpy.run_path(str(PACKAGE / "shaders/embed.py"))["embed"]
-    return metal_sim.build_extension(
-        [PACKAGE / "csrc/mps.mm", PACKAGE / "csrc/geometry.cpp"],
-        include_dirs=[embed(ROOT / "build/shaders")],
-        name="dflash2_mps",
-        **options,
-    )
-
+# The Metal path's sources: the package's own, unmodified, unless mutants.py asks for others.
+METAL_PATH = pathlib.Path(os.environ.get("DFLASH2_METAL_PATH", ROOT / "torch_dflash2"))
 
 if sys.platform == "linux":
     import metal_sim
 
     metal_sim.load()  # before anything asks torch about mps
-    torch.ops.load_library(host_library())
+    embed = runpy.run_path(str(METAL_PATH / "shaders/embed.py"))["embed"]
+    torch.ops.load_library(
+        metal_sim.build_extension(
+            [METAL_PATH / "csrc/mps.mm", METAL_PATH / "csrc/geometry.cpp"],
+            include_dirs=[embed(ROOT / "build/shaders" if METAL_PATH == ROOT / "torch_dflash2" else METAL_PATH)],
+            name="dflash2_mps",
+        )
+    )
 
 import torch_dflash2  # noqa: E402
 

@@ -295,6 +295,18 @@ def test_groups_have_at_most_256_threads(op):
     assert np.prod(dispatch.threadgroup) <= 256
 
 
+def test_offsets_beyond_32_bits():
+    """A ring of 2**33 elements: only the rows that are committed come to exist."""
+    lanes, window, head_dim = 4, 2**23, 256
+    rings = [torch.empty(lanes, 1, window, head_dim, dtype=torch.bfloat16, device="mps") for _ in range(2)]
+    new = torch.arange(lanes * 2.0, device="mps").view(lanes, 2, 1, 1).expand(lanes, 2, 1, head_dim)
+    counts, positions = int32(2, 2, 2, 2).to("mps"), int32(0, 5, window - 1, window - 1).to("mps")
+    ops.commit_kv(new, -new, counts, positions, *rings)
+    for b, slots in enumerate([(0, 1), (5, 6), (window - 1, 0), (window - 1, 0)]):
+        for i, slot in enumerate(slots):
+            assert (rings[0][b, 0, slot] == 2 * b + i).all().item() and (rings[1][b, 0, slot] == -2 * b - i).all().item()
+
+
 # ---- memory traffic
 
 

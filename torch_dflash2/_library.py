@@ -11,7 +11,13 @@ from . import reference
 NAMES = ("pack_attention", "fill_attention_mask", "commit_kv", "set_mask_rows")
 _HERE = pathlib.Path(__file__).parent
 
-torch.ops.load_library(_HERE / "_C.so")
+try:
+    torch.ops.load_library(_HERE / "_C.so")
+except OSError as error:
+    raise ImportError(
+        f"torch_dflash2 was built for another PyTorch than this one, {torch.__version__}, or was not built at all. "
+        "Build it for this one: pip install --no-build-isolation --force-reinstall --no-deps torch_dflash2 (or . in a clone)"
+    ) from error
 
 
 @dataclass(frozen=True)
