@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from test_invalid_arguments import CALLS
 from test_operators import commit_inputs, int32, on, pack_inputs
 

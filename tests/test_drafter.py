@@ -1,0 +1,636 @@
+"""DFlash2DraftModel against PyPI dflash's with the same weights, what it loads and what it refuses."""
+
+import json
+import types
+
+import dflash.model
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_cache import NoHostRead
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import Qwen3Config
+
+from torch_dflash2 import DFlash2DraftModel
+from torch_dflash2 import cache as cache_module
+from torch_dflash2.drafter import DraftConfig
+
+VOCABULARY, HIDDEN, TAPS = 97, 48, 3
+
+
+def config_json(window=24, **changes):
+    config = {
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 40,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "layer_types": ["sliding_attention"] * 2,
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": 0,
+        "is_causal": False,
+        "num_target_layers": 12,
+        "dflash_config": {
+            "block_size": 8,
+            "mask_token_id": 3,
+            "target_layer_ids": [1, 5, 9],
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": 6,
+        },
+    }
+    for name, value in changes.items():
+        place = config["dflash_config"] if name in config["dflash_config"] or name in DRAFT_ONLY else config
+        if value is REMOVED:
+            place.pop(name, None)
+        else:
+            place[name] = value
+    return config
+
+
+REMOVED = object()
+DRAFT_ONLY = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
+def published(config, seed=0):
+    """PyPI dflash's model with random weights that let every part of it matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = dflash.model.DFlash2DraftModel(Qwen3Config(**config)).eval()
+        for name, p in model.named_parameters():
+            if name.endswith("norm.weight"):
+                p.data = 1 + 0.3 * torch.randn_like(p)
+            elif "base_kernel" in name:  # near what a trained one is: mostly the row itself
+                p.data = 0.3 * torch.randn_like(p)
+                p.data[:, 0] += 1
+            else:
+                p.data = torch.randn_like(p) * (0.3 if "kernel_projection" in name else 1) / p.shape[-1] ** 0.5
+    return model.requires_grad_(False)
+
+
+def ours(model, config, device="cpu"):
+    drafter = DFlash2DraftModel(DraftConfig.from_dict(config))
+    drafter.load_published({name: p.clone() for name, p in model.state_dict().items()})
+    return drafter.to(device)
+
+
+def tied_target(seed=1):
+    g = torch.Generator().manual_seed(seed)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=False).requires_grad_(False)
+    head.weight.copy_(torch.randn(VOCABULARY, HIDDEN, generator=g) / HIDDEN**0.5)
+    return torch.randn(VOCABULARY, HIDDEN, generator=g), head
+
+
+class PublishedLane:
+    """One sequence drafted by PyPI dflash's model: driven as its own generation loop drives it."""
+
+    def __init__(self, model, embedding):
+        self.model, self.embedding = model, embedding
+        self.cache = dflash.model._make_cache(model.config)
+        self.start, self.pending = 0, torch.zeros(1, 0, TAPS * HIDDEN)
+
+    def commit(self, taps):
+        self.pending = torch.cat([self.pending, taps[None]], 1)
+        self.start += taps.shape[0]
+
+    @torch.no_grad()
+    def draft(self, anchor, rows):
+        block = torch.tensor([[anchor] + [self.model.mask_token_id] * (rows - 1)])
+        scale = dflash.model._draft_value(self.model.config, "input_embedding_scale", 1.0)
+        hidden = self.model(
+            target_hidden=self.pending,
+            noise_embedding=self.embedding[block] * scale,
+            position_ids=torch.arange(self.start - self.pending.shape[1], self.start + rows)[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        dflash.model._crop_to(self.cache, self.start)
+        self.pending = self.pending[:, :0]
+        return hidden
+
+
+def float32_operators():
+    """The operators' order and mask, without their rounding."""
+
+    def pack_attention(ring_keys, ring_values, queries, keys, values, lengths, positions):
+        lanes, _, window, _ = ring_keys.shape
+        packed = []
+        for ring, current in ((ring_keys, keys), (ring_values, values)):
+            rows = []
+            for lane in range(lanes):
+                position, length = int(positions[lane]), int(lengths[lane])
+                newest_first = [ring[lane, :, (position - 1 - age) % window] for age in range(window - 1)]
+                history = torch.stack(newest_first, 1)
+                history[:, max(0, length) :] = 0
+                rows.append(torch.cat([current[lane].transpose(0, 1), history], 1))
+            packed.append(torch.stack(rows))
+        return queries.transpose(1, 2).contiguous(), *packed
+
+    def fill_attention_mask(lengths, q_heads, rows, window):
+        mask = torch.zeros(len(lengths), q_heads, rows, window - 1 + rows, device=lengths.device)
+        for lane, length in enumerate(lengths.tolist()):
+            for row in range(rows):
+                mask[lane, :, row, rows + min(length, window - 1 - row) :] = float("-inf")
+        return mask
+
+    def commit_kv(keys, values, counts, positions, ring_keys, ring_values):
+        for ring, new in ((ring_keys, keys), (ring_values, values)):
+            for lane, count in enumerate(counts.tolist()):
+                for i in range(min(count, new.shape[1])):
+                    ring[lane, :, (int(positions[lane]) + i) % ring.shape[2]] = new[lane, i]
+
+    return types.SimpleNamespace(
+        pack_attention=pack_attention, fill_attention_mask=fill_attention_mask, commit_kv=commit_kv
+    )
+
+
+def relative(got, want):
+    return ((got.cpu().float() - want).norm() / want.norm()).item()
+
+
+def compare_rounds(device, window, rounds, tolerance, *, in_float32=False, lanes=3, seed=0, **changes):
+    """Random rounds in lanes of different lengths against each lane alone in PyPI dflash's model."""
+    config = config_json(window, **changes)
+    model = published(config, seed)
+    drafter = ours(model, config, device)
+    embedding, head = tied_target()
+    heads = {"cpu": head, device: nn.Linear(HIDDEN, VOCABULARY, bias=False, device=device).requires_grad_(False)}
+    heads[device].weight.copy_(head.weight)
+    theirs = [PublishedLane(model, embedding) for _ in range(lanes)]
+    cache = drafter.make_cache(lanes)
+    if in_float32:
+        cache.rings = cache.rings.float()
+    g = torch.Generator().manual_seed(seed)
+    random = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))  # noqa: E731
+
+    prompts = [1, window + 7, window - 1][:lanes]
+    taps = torch.randn(lanes, max(prompts), TAPS * HIDDEN, generator=g)
+    lengths = torch.tensor(prompts, dtype=torch.int32, device=device)
+    drafter.prefill_context(cache, drafter.context_features(taps.to(device)), lengths)
+    for lane, n in enumerate(prompts):
+        theirs[lane].commit(taps[lane, :n])
+
+    worst, agreed, drafted = 0.0, 0, 0
+    for _ in range(rounds):
+        rows = random(2, 9)
+        anchors = torch.randint(VOCABULARY, (lanes,), generator=g)
+        hidden = drafter(drafter.embed_block(embedding.to(device), anchors.to(device), rows), cache)
+        logits = drafter.logits(hidden[:, 1:], heads[device])
+        tokens = drafter.propose(hidden[:, 1:], anchors.to(device), heads[device])
+        assert tokens.shape == (lanes, rows - 1) and tokens.dtype == torch.int64
+        for lane in range(lanes):
+            want = theirs[lane].draft(int(anchors[lane]), rows)
+            worst = max(worst, relative(hidden[lane], want[0]))
+            worst = max(worst, relative(logits[lane], model.compute_logits(want[:, 1:], head)[0]))
+            picked, _, _ = model.propose(want[:, 1:], anchors[lane : lane + 1], head, 0.0)
+            agreed, drafted = agreed + int((picked[0] == tokens[lane].cpu()).sum()), drafted + rows - 1
+        taps = torch.randn(lanes, rows, TAPS * HIDDEN, generator=g)
+        counts = [random(0, rows) for _ in range(lanes)]
+        counts_on_device = torch.tensor(counts, dtype=torch.int32, device=device)
+        drafter.commit_context(cache, drafter.context_features(taps.to(device)), counts_on_device)
+        for lane, n in enumerate(counts):
+            theirs[lane].commit(taps[lane, :n])
+    assert cache.token_counts.tolist() == [lane.start for lane in theirs]
+    assert min(lane.start for lane in theirs) > 2 * window  # the rings went round several times
+    assert worst < tolerance
+    return agreed / drafted
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """With tensors as small as these, threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def unrounded(monkeypatch):
+    monkeypatch.setattr(cache_module, "ops", float32_operators())
+
+
+# ---- the same hidden states, logits and drafts as PyPI dflash
+
+
+@pytest.mark.parametrize("window", [24, 37])
+def test_drafts_as_published(device, window):
+    compare_rounds(device, window, rounds=36, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("window", [24, 37])
+def test_drafts_exactly_as_published_without_rounding(device, window, unrounded):
+    agreement = compare_rounds(device, window, rounds=36, tolerance=1e-5, in_float32=True, seed=window)
+    assert agreement == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True},
+        {"conv_kernel_size": 3, "conv_group_size": 8},
+        {"conv_kernel_size": 1},
+        {"num_key_value_heads": 4},
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 256},
+        {"input_embedding_scale": 2.5, "output_multiplier": 0.7, "final_logit_softcapping": 1.5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "rms_norm_eps": 0.01},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_every_field_of_the_config_as_published(changes, unrounded):
+    agreement = compare_rounds("cpu", 11, rounds=20, tolerance=1e-5, in_float32=True, lanes=2, **changes)
+    assert agreement == 1.0
+
+
+def test_far_positions_keep_their_precision(device, unrounded):
+    """RoPE is exact past what bfloat16 and float16 can count to, in every dtype that the model is moved through."""
+    config = config_json(11)
+    model = published(config)
+    drafter = ours(model, config, device).to(torch.bfloat16).to(torch.float32)
+    drafter.load_published({name: p.clone() for name, p in model.state_dict().items()})
+    drafter.to(device)
+    cache, embedding = drafter.make_cache(), tied_target()[0]
+    cache.rings = cache.rings.float()
+    theirs = PublishedLane(model, embedding)
+    taps = torch.randn(1, 3001, TAPS * HIDDEN, generator=torch.Generator().manual_seed(0))
+    theirs.commit(taps[0])
+    drafter.prefill_context(cache, drafter.context_features(taps.to(device)))
+    hidden = drafter(drafter.embed_block(embedding.to(device), torch.tensor([5], device=device)), cache)
+    assert relative(hidden, theirs.draft(5, 8)) < 1e-5
+
+
+def test_bfloat16_weights(device):
+    config = config_json()
+    model = published(config)
+    drafter = ours(model, config, device).to(torch.bfloat16)
+    assert drafter.dtype == torch.bfloat16 and drafter.rope_frequencies.dtype == torch.float32
+    cache, (embedding, head) = drafter.make_cache(), tied_target()
+    theirs = PublishedLane(model, embedding)
+    taps = torch.randn(1, 61, TAPS * HIDDEN, generator=torch.Generator().manual_seed(0))
+    theirs.commit(taps[0])
+    drafter.prefill_context(cache, drafter.context_features(taps.to(device)))
+    hidden = drafter(drafter.embed_block(embedding.to(device), torch.tensor([5], device=device)), cache)
+    logits = drafter.logits(hidden, head.to(device, torch.float32))
+    assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
+    assert relative(hidden, theirs.draft(5, 8)) < 5e-2
+
+
+def test_propose_picks_what_the_published_selector_picks(device):
+    config = config_json(selector_top_k=16)
+    model, (_, head) = published(config), tied_target()
+    model.candidate_selector.predecessor_codebook.weight.mul_(20)  # so that the path decides and not the logits alone
+    drafter = ours(model, config, device)
+    head_there = nn.Linear(HIDDEN, VOCABULARY, bias=False, device=device).requires_grad_(False)
+    head_there.weight.copy_(head.weight)
+    g = torch.Generator().manual_seed(0)
+    by_logits = 0
+    for rows in (1, 2, 7, 15):
+        hidden = torch.randn(4, rows, HIDDEN, generator=g)
+        anchors = torch.randint(VOCABULARY, (4,), generator=g)
+        want, _, _ = model.propose(hidden, anchors, head, 0.0)
+        got = drafter.propose(hidden.to(device), anchors.to(device), head_there)
+        assert torch.equal(got.cpu(), want)
+        by_logits += (want == head(hidden).argmax(-1)).sum().item()
+    assert by_logits < 80
+
+
+# ---- context
+
+
+def test_taps_are_the_outputs_of_their_layers(device):
+    drafter = ours(published(config_json()), config_json(), device)
+    states = torch.randn(13, 2, 5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
+    picked = torch.cat([states[2], states[6], states[10]], -1)  # hidden_states[0] is the embeddings
+    assert torch.equal(drafter.context_features(list(states)), drafter.context_features(picked))
+    assert torch.equal(drafter.context_features(tuple(states)), drafter.context_features(picked))
+
+
+@pytest.mark.parametrize("window", [9, 24])
+def test_prefill_equals_commits(device, window):
+    """A prompt of any length, however it is split."""
+    drafter = ours(published(config_json(window)), config_json(window), device)
+    g = torch.Generator().manual_seed(0)
+    for tokens in (1, window - 1, window, window + 1, 3 * window + 5):
+        features = torch.randn(2, tokens, HIDDEN, generator=g).to(device)
+        lengths = torch.tensor([tokens, tokens // 2], dtype=torch.int32, device=device)
+        whole, split, committed = (drafter.make_cache(2) for _ in range(3))
+        drafter.prefill_context(whole, features, lengths)
+        cut = tokens // 3
+        drafter.prefill_context(split, features[:, :cut], lengths)
+        drafter.prefill_context(split, features[:, cut:], lengths - lengths.clamp(max=cut))
+        for start in range(0, tokens, 5):
+            chunk = features[:, start : start + 5]
+            drafter.commit_context(committed, chunk, lengths - start)
+        assert (
+            whole.token_counts.tolist()
+            == split.token_counts.tolist()
+            == committed.token_counts.tolist()
+            == lengths.tolist()
+        )
+        block = torch.randn(2, 4, HIDDEN, generator=g).to(device)
+        want = drafter(block, whole).cpu()
+        # A matrix product of another number of rows may round one bfloat16 the other way.
+        assert relative(drafter(block, split), want) < 5e-3 and relative(drafter(block, committed), want) < 5e-3
+        assert (drafter(block, whole).cpu() == want).all()  # drafting changes nothing
+
+
+def test_long_prompt_costs_the_window_alone(device):
+    drafter = ours(published(config_json(9)), config_json(9), device)
+    seen = []
+    drafter.layers[0].self_attn.k_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    cache = drafter.make_cache()
+    drafter.prefill_context(cache, torch.randn(1, 400, HIDDEN).to(device))
+    assert seen == [9] and cache.token_counts.tolist() == [400]
+
+
+def test_empty_prompt_leaves_the_cache_as_it_was(device):
+    drafter = ours(published(config_json()), config_json(), device)
+    cache = drafter.make_cache()
+    drafter.prefill_context(cache, torch.zeros(1, 0, HIDDEN, device=device))
+    assert cache.token_counts.tolist() == [0]
+    hidden = drafter(torch.ones(1, 3, HIDDEN, device=device), cache)
+    assert hidden.isfinite().all()
+
+
+def test_block_attends_in_both_directions(device):
+    drafter = ours(published(config_json()), config_json(), device)
+    cache = drafter.make_cache()
+    block = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
+    before = drafter(block, cache)
+    block[:, -1] += 1
+    assert (drafter(block, cache)[:, 0] != before[:, 0]).any()
+
+
+# ---- how it runs
+
+
+def round_of(drafter, embedding, head):
+    def drafting_round(anchor_ids, cache):
+        hidden = drafter(drafter.embed_block(embedding, anchor_ids, 6), cache)
+        return hidden, drafter.propose(hidden[:, 1:], anchor_ids, head)
+
+    return drafting_round
+
+
+def test_a_round_is_one_graph(device):
+    drafter = ours(published(config_json()), config_json(), device)
+    embedding, head = (x.to(device) for x in tied_target())
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    eager = round_of(drafter, embedding, head)
+    compiled = torch.compile(eager, backend=graphs, fullgraph=True)
+    commit = torch.compile(drafter.commit_context, backend=graphs, fullgraph=True)
+    caches = drafter.make_cache(2), drafter.make_cache(2)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        anchors = torch.randint(VOCABULARY, (2,), generator=g).to(device)
+        got, want = compiled(anchors, caches[0]), eager(anchors, caches[1])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        features = torch.randn(2, 6, HIDDEN, generator=g).to(device)
+        counts = torch.randint(0, 7, (2,), generator=g).int().to(device)
+        commit(caches[0], features, counts)
+        drafter.commit_context(caches[1], features, counts)
+        torch.testing.assert_close(caches[0].rings, caches[1].rings, rtol=1e-2, atol=1e-2)
+        assert torch.equal(caches[0].token_counts, caches[1].token_counts)
+    assert graphs.frame_count == 2
+
+
+def test_nothing_is_read_back_to_the_host(device):
+    drafter = ours(published(config_json(9)), config_json(9), device)
+    embedding, head = (x.to(device) for x in tied_target())
+    drafting_round, cache = round_of(drafter, embedding, head), drafter.make_cache(2)
+    taps = torch.randn(2, 30, TAPS * HIDDEN).to(device)
+    lengths, counts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([30, 4], [6, 0]))
+    anchors = torch.tensor([5, 6], device=device)
+    with NoHostRead():
+        features = drafter.context_features(taps)
+        drafter.prefill_context(cache, features, lengths)
+        drafting_round(anchors, cache)
+        drafter.commit_context(cache, features[:, :6], counts)
+    assert cache.token_counts.tolist() == [36, 4]
+
+
+def test_no_gradients_are_kept(device):
+    drafter = ours(published(config_json()), config_json(), device)
+    cache = drafter.make_cache()
+    taps = torch.randn(1, 4, TAPS * HIDDEN, device=device, requires_grad=True)
+    drafter.prefill_context(cache, drafter.context_features(taps))
+    assert not drafter(torch.ones(1, 3, HIDDEN, device=device), cache).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda d, c, x: d(x[:, :, :-1], c),
+            r"forward: block_embeddings: expected shape \[2, any, 48\], got \[2, 3, 47\]",
+        ),
+        (lambda d, c, x: d(x[:1], c), r"forward: block_embeddings: expected shape \[2, any, 48\], got \[1, 3, 48\]"),
+        (
+            lambda d, c, x: d(x, small_drafter(9).make_cache(2)),
+            "forward: cache: expected .* 24, .*got .* 9, .*make_cache",
+        ),
+        (lambda d, c, x: d.commit_context(c, x[0], None), "commit_context: features: expected shape"),
+        (lambda d, c, x: d.commit_context(small_drafter(9).make_cache(2), x, None), "commit_context: cache: expected"),
+        (lambda d, c, x: d.prefill_context(c, x[0]), "prefill_context: features: expected shape"),
+        (lambda d, c, x: d.prefill_context(small_drafter(9).make_cache(2), x), "prefill_context: cache: expected"),
+        (lambda d, c, x: d.context_features([x] * 10), "context_features: hidden_states: expected at least 11.*got 10"),
+        (lambda d, c, x: d.context_features(x), r"context_features: hidden_states: expected shape \[any, any, 144\]"),
+        (
+            lambda d, c, x: d.propose(x, torch.ones(2, 1), None),
+            r"propose: anchor_ids: expected shape \[2\], got \[2, 1\]",
+        ),
+        (lambda d, c, x: d.embed_block(x[0], torch.ones(2, 1)), r"embed_block: anchor_ids: expected shape \[any\]"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_change_nothing(call, message):
+    drafter = small_drafter(24)
+    cache = drafter.make_cache(2)
+    with pytest.raises(ValueError, match=message):
+        call(drafter, cache, torch.ones(2, 3, HIDDEN))
+    assert cache.token_counts.tolist() == [0, 0] and (cache.rings == 0).all()
+    drafter.commit_context(cache, torch.ones(2, 3, HIDDEN), torch.ones(2, dtype=torch.int32))
+
+
+def small_drafter(window):
+    return ours(published(config_json(window)), config_json(window))
+
+
+# ---- loading
+
+
+def save(folder, config, weights):
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: p.contiguous() for name, p in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_loads_what_dflash_saves(tmp_path, device, dtype):
+    model = published(config_json())
+    model.save_pretrained(tmp_path)
+    drafter = DFlash2DraftModel.from_pretrained(tmp_path, dtype=dtype, device=device)
+    assert drafter.config == DraftConfig.from_dict(config_json())
+    assert drafter.dtype == (dtype or torch.float32) and drafter.device.type == device and not drafter.training
+    assert (drafter.block_size, drafter.mask_token_id, drafter.target_layer_ids, drafter.window) == (
+        8,
+        3,
+        (1, 5, 9),
+        24,
+    )
+    for name, p in drafter.state_dict().items():
+        there = f"{name}.weight" if name.endswith("codebook") else name
+        assert torch.equal(p.cpu(), model.state_dict()[there].to(drafter.dtype)), name
+
+
+def test_loads_published_names_and_dflash_loads_ours(tmp_path):
+    """Published checkpoints store the codebooks as plain tensors; dflash reads what our state dict holds."""
+    config = config_json()
+    weights = {name: p.bfloat16() for name, p in small_drafter(24).state_dict().items()}
+    folder = save(tmp_path, config, weights)
+    drafter = DFlash2DraftModel.from_pretrained(folder)
+    assert drafter.dtype == torch.bfloat16
+    theirs, report = dflash.model.DFlash2DraftModel.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(theirs.fc.weight, drafter.fc.weight) and set(load_file(folder / "model.safetensors")) == set(
+        drafter.state_dict()
+    )
+
+
+def test_weights_that_do_not_fit_are_all_named(tmp_path):
+    weights = dict(small_drafter(24).state_dict())
+    del weights["layers.1.self_attn.k_norm.weight"]
+    weights["layers.0.self_attn.sinks"] = torch.zeros(4)
+    weights["fc.weight"] = torch.zeros(HIDDEN, 2 * HIDDEN)
+    weights["norm.weight"] = torch.zeros(HIDDEN, dtype=torch.int8)
+    folder = save(tmp_path, config_json(), weights)
+    with pytest.raises(ValueError, match="drafter weights do not fit the config") as error:
+        DFlash2DraftModel.from_pretrained(folder)
+    for fault in (
+        "missing layers.1.self_attn.k_norm.weight",
+        "unexpected layers.0.self_attn.sinks",
+        "fc.weight: expected floats of shape [48, 144], got torch.float32 [48, 96]",
+        "norm.weight: expected floats of shape [48], got torch.int8 [48]",
+    ):
+        assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_folder_without_a_file(tmp_path, missing):
+    save(tmp_path, config_json(), small_drafter(24).state_dict())
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=missing):
+        DFlash2DraftModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_causal": True}, "is_causal: expected False, got True"),
+        ({"is_causal": REMOVED}, "is_causal: expected False, got None"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types: expected sliding_attention for every layer",
+        ),
+        ({"layer_types": ["sliding_attention"]}, "layer_types: "),
+        ({"layer_types": REMOVED, "max_window_layers": 1}, "layer_types: "),
+        ({"use_sliding_window": False}, "use_sliding_window: expected True, got False"),
+        ({"sliding_window": None}, "sliding_window: expected a value, got none"),
+        ({"sliding_window": 8}, "sliding_window: expected more than block_size = 8, got 8"),
+        ({"sliding_window": 24.5}, "sliding_window: expected a whole number, got 24.5"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: "),
+        ({"attention_sinks": True}, "attention_sinks: expected no attention sinks"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: "),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type: expected default, got linear"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.rope_type: expected default, got yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
+            "rope_parameters.factor: expected plain RoPE, got 4.0",
+        ),
+        ({"architectures": ["DFlashDraftModel"]}, "architectures: "),
+        ({"head_dim": 64}, "head_dim: expected 128 or 256, got 64"),
+        ({"num_attention_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads = 2, got 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: expected at least 1"),
+        ({"hidden_size": REMOVED}, "hidden_size: expected a value, got none"),
+        ({"block_size": 1}, r"block_size: expected 2\.\.16, got 1"),
+        ({"block_size": 17}, r"block_size: expected 2\.\.16, got 17"),
+        ({"mask_token_id": REMOVED}, "mask_token_id: expected a value"),
+        ({"mask_token_id": 97}, "mask_token_id: expected below vocab_size = 97, got 97"),
+        ({"target_layer_ids": []}, "target_layer_ids: "),
+        ({"target_layer_ids": [-1]}, "target_layer_ids: "),
+        ({"conv_kernel_size": 0}, "conv_kernel_size: expected at least 1"),
+        ({"conv_group_size": 5}, "conv_group_size: expected a divisor of hidden_size = 48, got 5"),
+        ({"selector_top_k": 98}, r"selector_top_k: expected 1\.\.vocab_size = 97, got 98"),
+        ({"selector_rank": REMOVED}, "selector_rank: expected a value"),
+        (
+            {"dflash_config": {"sample_from_anchor": True}},
+            "dflash_config.sample_from_anchor: expected one of block_size",
+        ),
+    ],
+    ids=lambda x: None if isinstance(x, str) else " ".join(x),
+)
+def test_config_that_is_not_supported_is_refused_by_field(change, message):
+    with pytest.raises(ValueError, match=f"drafter config: {message}"):
+        DraftConfig.from_dict(config_json(**change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"layer_types": REMOVED},
+        {"rope_parameters": REMOVED, "rope_theta": 5000.0},
+        {"rope_parameters": REMOVED},
+        {"rope_parameters": {"type": "default", "rope_theta": 700.0}, "rope_theta": 5000.0},
+        {"num_key_value_heads": None},
+        {"head_dim": REMOVED},
+        {"rms_norm_eps": REMOVED},
+        {"target_layer_ids": REMOVED},
+        {"target_layer_ids": REMOVED, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        {
+            "target_layer_ids": REMOVED,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention"] * 5,
+            "num_target_layers": 41,
+        },
+        {"block_size": REMOVED, "sliding_window": 40},
+        {"output_multiplier": 0.5},
+        {"final_logit_softcapping": 30.0},
+    ],
+    ids=lambda change: " ".join(change) or "as published",
+)
+def test_config_is_read_as_dflash_reads_it(change):
+    raw = config_json(**change)
+    config = DraftConfig.from_dict(json.loads(json.dumps(raw)))
+    model = dflash.model.DFlash2DraftModel(Qwen3Config(**raw))
+    assert config.target_layer_ids == tuple(model.target_layer_ids)
+    assert (config.block_size, config.mask_token_id) == (model.block_size, model.mask_token_id)
+    assert config.rope_theta == model.config.rope_parameters["rope_theta"]
+    attention = model.layers[0].self_attn
+    assert (config.head_dim, config.sliding_window) == (attention.head_dim, attention.sliding_window)
+    assert config.num_attention_heads // config.num_key_value_heads == attention.num_key_value_groups
+    assert config.rms_norm_eps == model.config.rms_norm_eps
+    logits = torch.linspace(-50, 50, 7)
+    drafter = DFlash2DraftModel(config)
+    torch.testing.assert_close(drafter.logits(logits, nn.Identity()), model.compute_logits(logits, nn.Identity()))
+    assert {n.removesuffix(".weight"): p.shape for n, p in drafter.state_dict().items()} == {
+        n.removesuffix(".weight"): p.shape for n, p in model.state_dict().items()
+    }
+
+
+def test_fields_at_the_top_level_serve_as_well():
+    raw = config_json()
+    assert DraftConfig.from_dict({**raw, **raw["dflash_config"], "dflash_config": {}}) == DraftConfig.from_dict(raw)
