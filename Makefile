@@ -56,6 +56,8 @@ clean:  ## remove everything that was made here
 # ---- what the targets above need
 
 .venv/base:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "torch_dflash2 needs Python 3.10 or newer:" \
+	    "$$($(PYTHON) --version) is too old. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q $(TORCH) numpy "setuptools>=77" wheel ninja
 	@touch $@

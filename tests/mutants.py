@@ -142,7 +142,10 @@ def main(names: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             mutate(pathlib.Path(folder), *mutant)
             killer = verdict(pathlib.Path(folder))
-        print(f"{name}: {'killed by ' + killer if killer else 'SURVIVED'} ({time.monotonic() - started:.0f} s)", flush=True)
+        print(
+            f"{name}: {'killed by ' + killer if killer else 'SURVIVED'} ({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
         if not killer:
             survivors.append(name)
     print(f"{len(survivors)} of {len(names or MUTANTS)} survived: {', '.join(survivors) or 'none'}")

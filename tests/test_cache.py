@@ -133,9 +133,7 @@ class Pair:
             queries = random_tokens(self.rng, cache.lanes, rows, q_heads)
             keys, values = random_tokens(self.rng, 2, cache.lanes, rows, cache.kv_heads)
             got = cache.pack(layer, *(x.to(self.device) for x in (queries, keys, values)))
-            np.testing.assert_array_equal(
-                oracle.bits(got[0]), oracle.to_bfloat16(queries).view(np.int16).transpose(0, 2, 1, 3)
-            )
+            np.testing.assert_array_equal(oracle.bits(got[0]), oracle.to_bfloat16(queries).view(np.int16).transpose(0, 2, 1, 3))
             np.testing.assert_array_equal(oracle.bits(got[1]), lists.packed(layer, 0, keys))
             np.testing.assert_array_equal(oracle.bits(got[2]), lists.packed(layer, 1, values))
 
@@ -160,9 +158,7 @@ def test_any_sequence_of_calls(device, data):
             pair.commit([draw(st.integers(-1, tokens + 2)) for _ in range(lanes)], tokens)
         elif call == "prefill":
             tokens = draw(st.integers(0, 3 * window))
-            pair.prefill(
-                draw(st.none() | st.lists(st.integers(-1, tokens + 2), min_size=lanes, max_size=lanes)), tokens
-            )
+            pair.prefill(draw(st.none() | st.lists(st.integers(-1, tokens + 2), min_size=lanes, max_size=lanes)), tokens)
         elif call == "prefill last":
             tokens = draw(st.integers(0, 3 * window))
             pair.prefill_last([draw(st.integers(0, tokens)) for _ in range(lanes)], tokens)
@@ -208,17 +204,24 @@ def test_prefill_equals_one_token_commits(device, window):
             one_by_one.cache.advance()
         for pair in (at_once, last):
             np.testing.assert_array_equal(oracle.bits(pair.cache.rings), oracle.bits(one_by_one.cache.rings))
-            assert (
-                pair.cache.token_counts.tolist()
-                == one_by_one.cache.token_counts.tolist()
-                == [before + tokens, 1 + tokens]
-            )
+            assert pair.cache.token_counts.tolist() == one_by_one.cache.token_counts.tolist() == [before + tokens, 1 + tokens]
 
 
 def test_long_run_of_one_token_commits(device):
     pair = Pair(device, 1, 2, 1, 7, seed=0)
     for step in range(40):
         pair.commit([1, step % 2], 1)
+        pair.check(rows=3)
+
+
+def test_any_int32_is_a_safe_count(device):
+    pair = Pair(device, 1, 2, 1, 7, seed=0)
+    for low, high in [(-(2**31), 2**31 - 1), (-1, 2**31 - 1), (-(2**31), 4)]:
+        pair.prefill([low, high], 9)
+        pair.check(rows=3)
+        pair.prefill([high, low], 4)
+        pair.check(rows=3)
+        pair.commit([low, high], 4)
         pair.check(rows=3)
 
 
@@ -290,6 +293,7 @@ def test_mask_is_made_once_a_round(device):
     ):
         seen.append(pair.cache.mask(2, 3))
         assert pair.cache.mask(2, 3) is seen[-1] and pair.cache.mask(2, 4).shape == (1, 2, 4, 8)
+        assert pair.cache.mask(1, 4).shape == (1, 1, 4, 8)
         change()
     assert [(m[0, 0, 0] == 0).sum().item() for m in seen] == [3, 5, 6, 3]
 

@@ -49,7 +49,10 @@ def round_inputs(device, window=9, rows=3, seed=0, lanes=2):
     normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
     inputs = [normal(lanes, 2, window, 128).bfloat16(), normal(lanes, 2, window, 128).bfloat16()]
     inputs += [normal(lanes, rows, heads, 128) for heads in (4, 2, 2)]
-    inputs += [torch.randint(0, 3 * window, (lanes,), generator=g).int(), torch.randint(0, rows + 1, (lanes,), generator=g).int()]
+    inputs += [
+        torch.randint(0, 3 * window, (lanes,), generator=g).int(),
+        torch.randint(0, rows + 1, (lanes,), generator=g).int(),
+    ]
     inputs += [normal(24).bfloat16(), normal(lanes * rows, 24)]
     return on(device, inputs)
 
@@ -93,9 +96,7 @@ def test_compiled_out_operators_write_in_place(device):
     outputs = [torch.zeros_like(x) for x in ops.pack_attention(*inputs)]
 
     def pack(inputs, packed_queries, packed_keys, packed_values):
-        ops.pack_attention.out(
-            *inputs, packed_queries=packed_queries, packed_keys=packed_keys, packed_values=packed_values
-        )
+        ops.pack_attention.out(*inputs, packed_queries=packed_queries, packed_keys=packed_keys, packed_values=packed_values)
         return packed_keys + 1
 
     got = torch.compile(pack, backend=backend(device), fullgraph=True)(inputs, *outputs)
@@ -121,5 +122,8 @@ def test_exported_program_keeps_the_operators(device):
     called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert {"dflash2.pack_attention.default", "dflash2.fill_attention_mask.default"} <= called
     torch.testing.assert_close(
-        program.module()(*round_inputs(device, seed=7)), drafting_round(*round_inputs(device, seed=7)), rtol=2e-5, atol=2e-5
+        program.module()(*round_inputs(device, seed=7)),
+        drafting_round(*round_inputs(device, seed=7)),
+        rtol=2e-5,
+        atol=2e-5,
     )

@@ -148,9 +148,7 @@ def float32_operators():
                 for i in range(min(count, new.shape[1])):
                     ring[lane, :, (int(positions[lane]) + i) % ring.shape[2]] = new[lane, i]
 
-    return types.SimpleNamespace(
-        pack_attention=pack_attention, fill_attention_mask=fill_attention_mask, commit_kv=commit_kv
-    )
+    return types.SimpleNamespace(pack_attention=pack_attention, fill_attention_mask=fill_attention_mask, commit_kv=commit_kv)
 
 
 def relative(got, want):
@@ -330,12 +328,7 @@ def test_prefill_equals_commits(device, window):
         for start in range(0, tokens, 5):
             chunk = features[:, start : start + 5]
             drafter.commit_context(committed, chunk, lengths - start)
-        assert (
-            whole.token_counts.tolist()
-            == split.token_counts.tolist()
-            == committed.token_counts.tolist()
-            == lengths.tolist()
-        )
+        assert whole.token_counts.tolist() == split.token_counts.tolist() == committed.token_counts.tolist() == lengths.tolist()
         block = torch.randn(2, 4, HIDDEN, generator=g).to(device)
         want = drafter(block, whole).cpu()
         # A matrix product of another number of rows may round one bfloat16 the other way.
@@ -350,6 +343,17 @@ def test_long_prompt_costs_the_window_alone(device):
     cache = drafter.make_cache()
     drafter.prefill_context(cache, torch.randn(1, 400, HIDDEN).to(device))
     assert seen == [9] and cache.token_counts.tolist() == [400]
+
+
+def test_any_int32_is_a_safe_length(device):
+    drafter = ours(published(config_json(9)), config_json(9), device)
+    cache = drafter.make_cache(2)
+    features = torch.randn(2, 30, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
+    drafter.prefill_context(cache, features, torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32, device=device))
+    assert cache.token_counts.tolist() == [0, 30] and (cache.rings[:, :, 0] == 0).all()
+    full = drafter.make_cache(2)
+    drafter.prefill_context(full, features)
+    assert torch.equal(full.rings[:, :, 1], cache.rings[:, :, 1])
 
 
 def test_empty_prompt_leaves_the_cache_as_it_was(device):

@@ -129,7 +129,12 @@ def table():
         rings = cut(pack(), 2, 40, ["ring_keys", "ring_values"])
         bad("pack_attention", "current_queries", f"{size}-rows", **rings, **cut(pack(), 1, size, list(pack())[2:5]))
     bad("pack_attention", "ring_keys", "window-equals-rows", **cut(pack(), 2, R, ["ring_keys", "ring_values"]))
-    bad("pack_attention", "current_queries", "three-heads-over-two", current_queries=resized(pack()["current_queries"], 2, 3))
+    bad(
+        "pack_attention",
+        "current_queries",
+        "three-heads-over-two",
+        current_queries=resized(pack()["current_queries"], 2, 3),
+    )
     bad("pack_attention", "current_queries", "no-heads", current_queries=resized(pack()["current_queries"], 2, 0))
     huge = {n: bf16(1, 1, 1, 1).expand(4, 2**26, 2**26, 256) for n in ("ring_keys", "ring_values")}
     bad("pack_attention", "ring_keys", "overflow", **huge, current_queries=torch.ones(1).expand(4, 2, 2**26, 256))
@@ -163,7 +168,10 @@ def table():
 
 
 # Sizes of one argument decide the geometry, so that a change of them can be a valid call.
-VALID_AFTER_ALL = {"fill_attention_mask-None-cache_lengths-size-0-smaller", "fill_attention_mask-None-cache_lengths-size-0-larger"}
+VALID_AFTER_ALL = {
+    "fill_attention_mask-None-cache_lengths-size-0-smaller",
+    "fill_attention_mask-None-cache_lengths-size-0-larger",
+}
 BAD = [row for row in table() if row.id not in VALID_AFTER_ALL]
 
 
@@ -251,10 +259,13 @@ def test_views_that_do_not_overlap_are_accepted(device):
 
 def test_messages_say_what_was_expected_and_what_came(device):
     arguments = {n: v.to(device) for n, v in pack().items()}
-    with pytest.raises(RuntimeError, match=re.escape(
-        "invalid DFlash2 attention geometry: pack_attention: current_keys: expected shape "
-        "[lanes, rows, kv_heads, head_dim] = [2, 3, 2, 128], got [2, 3, 2, 64]"
-    )):
+    with pytest.raises(
+        RuntimeError,
+        match=re.escape(
+            "invalid DFlash2 attention geometry: pack_attention: current_keys: expected shape "
+            "[lanes, rows, kv_heads, head_dim] = [2, 3, 2, 128], got [2, 3, 2, 64]"
+        ),
+    ):
         ops.pack_attention(**arguments | {"current_keys": arguments["current_keys"][..., :64]})
     with pytest.raises(RuntimeError, match=re.escape("fill_attention_mask: rows: expected a number in 2..16, got 17")):
         ops.fill_attention_mask(arguments["cache_lengths"], 1, 17, 32)
@@ -273,7 +284,9 @@ def test_backward_through_an_operator_raises(device):
         packed[0].float().sum().backward()
 
 
-@pytest.mark.parametrize(("op", "name"), [("commit_kv", "new_keys"), ("pack_attention.out", "current_keys"), ("set_mask_rows", "hidden")])
+@pytest.mark.parametrize(
+    ("op", "name"), [("commit_kv", "new_keys"), ("pack_attention.out", "current_keys"), ("set_mask_rows", "hidden")]
+)
 def test_writing_operators_refuse_tensors_that_require_grad(device, op, name):
     call, valid = CALLS[op]
     arguments = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in valid().items()}

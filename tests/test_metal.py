@@ -372,4 +372,7 @@ def test_the_shader_is_ascii_and_includes_only_the_standard_library():
     source = runpy.run_path(str(TESTS.parent / "torch_dflash2/shaders/embed.py"))["shader_source"]()
     assert source.isascii()
     includes = [line for line in source.splitlines() if line.lstrip().startswith("#include")]
-    assert sorted(includes) == ["#include <cstdint>", "#include <metal_stdlib>"]  # cstdint: for the host, behind an #ifndef
+    assert sorted(includes) == [
+        "#include <cstdint>",
+        "#include <metal_stdlib>",
+    ]  # cstdint: for the host, behind an #ifndef

@@ -74,7 +74,12 @@ def on(device, tensors):
 def geometry():
     """lanes, q_heads, kv_heads, head_dim, rows, window."""
     return st.tuples(
-        st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([128, 256]), st.integers(2, 16), st.integers(1, 40)
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.sampled_from([128, 256]),
+        st.integers(2, 16),
+        st.integers(1, 40),
     ).map(lambda g: (g[0], g[1] * g[2], g[2], g[3], g[4], g[4] + g[5]))
 
 
@@ -202,7 +207,10 @@ def test_extreme_lengths_and_positions(device, window, length):
     for start in range(0, len(positions), 4):
         inputs = pack_inputs(4, 2, 1, 128, 3, window, lengths=[length] * 4, positions=positions[start : start + 4])
         assert_bits(ops.pack_attention(*on(device, inputs)), oracle.pack_attention(*inputs))
-    assert_bits([ops.fill_attention_mask(int32(length).to(device), 2, 3, window)], [oracle.fill_attention_mask(int32(length), 2, 3, window)])
+    assert_bits(
+        [ops.fill_attention_mask(int32(length).to(device), 2, 3, window)],
+        [oracle.fill_attention_mask(int32(length), 2, 3, window)],
+    )
 
 
 @pytest.mark.parametrize("window", [7, 16])

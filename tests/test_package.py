@@ -23,7 +23,8 @@ def run(*command, **options):
 def test_the_sdist_holds_every_source_and_shader(tmp_path):
     run("setup.py", "-q", "sdist", "--dist-dir", str(tmp_path), cwd=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
-    held = {name.split("/", 1)[1] for name in tarfile.open(archive).getnames() if "/" in name}
+    with tarfile.open(archive) as tar:
+        held = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     wanted = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "torch_dflash2/py.typed"}
     for folder in ("", "csrc", "shaders"):
         for path in (ROOT / "torch_dflash2" / folder).iterdir():

@@ -420,9 +420,7 @@ class DFlash2DraftModel(nn.Module):
     def make_cache(self, lanes: int = 1) -> RingKVCache:
         """An empty cache for 1..4 sequences, on the model's device."""
         c = self.config
-        return RingKVCache(
-            c.num_hidden_layers, lanes, c.num_key_value_heads, c.sliding_window, c.head_dim, device=self.device
-        )
+        return RingKVCache(c.num_hidden_layers, lanes, c.num_key_value_heads, c.sliding_window, c.head_dim, device=self.device)
 
     # ---- what the drafter knows of the text: the target's hidden states, as context
 
@@ -458,7 +456,7 @@ class DFlash2DraftModel(nn.Module):
             if lengths is None:
                 first = first + (tokens - self.window)
             else:
-                first = (lengths.clamp(max=tokens) - self.window).clamp(min=0)
+                first = (lengths.clamp(0, tokens) - self.window).clamp(min=0)
             lane = torch.arange(cache.lanes, device=self.device)[:, None]
             features = features[lane, first[:, None] + torch.arange(self.window, device=self.device)]
         rotation = self.rotation(cache.token_counts + first, features.shape[1])
