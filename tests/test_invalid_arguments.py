@@ -151,9 +151,9 @@ def table():
     bad("commit_kv", "ring_keys", "window-equals-tokens", **cut(commit(), 2, C, ["ring_keys", "ring_values"]))
     for op in ("fill_attention_mask", "fill_attention_mask.out"):
         for name, numbers in {
-            "q_heads": (0, -1, 2**40, 2**63 - 1),
+            "q_heads": (0, -1, 2**16 + 1, 2**40, 2**63 - 1),
             "rows": (1, 0, -3, 17, 2**63 - 1),
-            "window": (R, 0, -8, 2**40, 2**63 - 1),
+            "window": (R, 0, -8, 2**26 + 1, 2**40, 2**63 - 1),
         }.items():
             for number in numbers:
                 bad(op, name if name != "rows" or number <= 17 else None, f"{number}", **{name: number})

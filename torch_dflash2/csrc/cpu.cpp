@@ -22,6 +22,12 @@ constexpr int64_t kGrainBytes = 32 * 1024;  // less than this is not worth a sec
                      AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
                          AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
 
+// Not const_data_ptr<T>(): newer compilers and older torch libraries for macOS disagree on that symbol's name.
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
 template <class Body>
 void parallel_rows(int64_t rows, int64_t row_bytes, const Body& body) {
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrainBytes / row_bytes), [&](int64_t begin, int64_t end) {
@@ -86,19 +92,19 @@ struct CpuKernels {
                              const Tensor& current_queries, const Tensor& current_keys, const Tensor& current_values,
                              const Tensor& cache_lengths, const Tensor& write_positions, Tensor& packed_queries,
                              Tensor& packed_keys, Tensor& packed_values) {
-    const auto* lengths = cache_lengths.const_data_ptr<int32_t>();
-    const auto* positions = write_positions.const_data_ptr<int32_t>();
+    const auto* lengths = data<int32_t>(cache_lengths);
+    const auto* positions = data<int32_t>(write_positions);
     DFLASH2_DISPATCH_CURRENT(current_queries.scalar_type(), [&] {
-      pack_queries(g, current_queries.const_data_ptr<scalar_t>(), packed_queries.mutable_data_ptr<BFloat16>());
-      pack_ring(g, ring_keys.const_data_ptr<BFloat16>(), current_keys.const_data_ptr<scalar_t>(), lengths, positions,
+      pack_queries(g, data<scalar_t>(current_queries), packed_queries.mutable_data_ptr<BFloat16>());
+      pack_ring(g, data<BFloat16>(ring_keys), data<scalar_t>(current_keys), lengths, positions,
                 packed_keys.mutable_data_ptr<BFloat16>());
-      pack_ring(g, ring_values.const_data_ptr<BFloat16>(), current_values.const_data_ptr<scalar_t>(), lengths,
-                positions, packed_values.mutable_data_ptr<BFloat16>());
+      pack_ring(g, data<BFloat16>(ring_values), data<scalar_t>(current_values), lengths, positions,
+                packed_values.mutable_data_ptr<BFloat16>());
     });
   }
 
   static void fill_attention_mask(const MaskGeometry<int64_t>& g, const Tensor& cache_lengths, Tensor& mask) {
-    const auto* lengths = cache_lengths.const_data_ptr<int32_t>();
+    const auto* lengths = data<int32_t>(cache_lengths);
     auto* values = mask.mutable_data_ptr<BFloat16>();
     const int64_t packed_length = g.packed_length();
     parallel_rows(g.lanes * g.q_heads * g.rows, packed_length * 2, [&](int64_t row) {
@@ -113,17 +119,16 @@ struct CpuKernels {
   static void commit_kv(const CommitGeometry<int64_t>& g, const Tensor& new_keys, const Tensor& new_values,
                         const Tensor& commit_counts, const Tensor& write_positions, Tensor& ring_keys,
                         Tensor& ring_values) {
-    const auto* counts = commit_counts.const_data_ptr<int32_t>();
-    const auto* positions = write_positions.const_data_ptr<int32_t>();
+    const auto* counts = data<int32_t>(commit_counts);
+    const auto* positions = data<int32_t>(write_positions);
     DFLASH2_DISPATCH_CURRENT(new_keys.scalar_type(), [&] {
-      commit_rows(g, new_keys.const_data_ptr<scalar_t>(), counts, positions, ring_keys.mutable_data_ptr<BFloat16>());
-      commit_rows(g, new_values.const_data_ptr<scalar_t>(), counts, positions,
-                  ring_values.mutable_data_ptr<BFloat16>());
+      commit_rows(g, data<scalar_t>(new_keys), counts, positions, ring_keys.mutable_data_ptr<BFloat16>());
+      commit_rows(g, data<scalar_t>(new_values), counts, positions, ring_values.mutable_data_ptr<BFloat16>());
     });
   }
 
   static void set_mask_rows(const MaskRowsGeometry<int64_t>& g, const Tensor& mask_embedding, Tensor& hidden) {
-    const auto* embedding = mask_embedding.const_data_ptr<BFloat16>();
+    const auto* embedding = data<BFloat16>(mask_embedding);
     DFLASH2_DISPATCH_CURRENT(hidden.scalar_type(), [&] {
       auto* rows = hidden.mutable_data_ptr<scalar_t>();
       parallel_rows(g.lanes * (g.rows - 1), g.hidden_size * int64_t(sizeof(scalar_t)), [&](int64_t row) {

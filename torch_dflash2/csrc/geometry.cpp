@@ -1,11 +1,7 @@
 #include "geometry.h"
 
-#include <c10/util/safe_numerics.h>
-
 #include <array>
 #include <initializer_list>
-#include <limits>
-#include <optional>
 #include <string_view>
 #include <type_traits>
 
@@ -14,7 +10,9 @@ namespace {
 
 constexpr int64_t kMaxLanes = 4;
 constexpr int64_t kMinRows = 2, kMaxRows = 16;
-constexpr int64_t kMaxSize = int64_t(1) << 26;  // of heads and windows: the Metal kernels index rows with 32 bits
+// The Metal kernels number a head's rows with 32 bits. With these bounds no product of sizes overflows 64.
+constexpr int64_t kMaxHeads = int64_t(1) << 16;
+constexpr int64_t kMaxSize = int64_t(1) << 26;  // of windows and hidden states
 
 struct Argument {
   const char* name;
@@ -101,24 +99,6 @@ void check_head_dim(const char* op, const char* argument, const Int& head_dim) {
   if (head_dim != 128 && head_dim != 256) refuse(op, argument, "head size 128 or 256, got ", head_dim);
 }
 
-// A symbolic size is checked when its kernel runs on a real one.
-std::optional<int64_t> known(const int64_t& size) { return size; }
-std::optional<int64_t> known(const c10::SymInt& size) { return size.maybe_as_int(); }
-
-// Only an expanded ring can be so large: the sizes of everything else are too small for their product to overflow.
-template <class Int>
-void check_no_overflow(const char* op, const char* argument, std::initializer_list<Int> sizes) {
-  constexpr uint64_t kMaxElements = uint64_t(std::numeric_limits<int64_t>::max()) / 2;  // of bfloat16
-  uint64_t elements = 1;
-  for (const Int& size : sizes) {
-    const auto n = known(size);
-    if (!n) return;
-    if (c10::mul_overflows(elements, uint64_t(*n), &elements) || elements > kMaxElements) {
-      refuse(op, argument, "at most ", kMaxElements, " elements, got ", c10::ArrayRef<Int>(sizes));
-    }
-  }
-}
-
 // The bytes that a tensor reaches from the start of its storage, as [begin, end).
 template <class Int>
 std::array<Int, 2> reach(const Tensor& t) {
@@ -203,15 +183,14 @@ PackGeometry<Int> check_pack_attention(const Tensor& ring_keys, const Tensor& ri
   const auto query = sizes_of<Int>(current_queries);
   const PackGeometry<Int> g{ring[0], query[2], ring[1], ring[3], query[1], ring[2]};
   check_range<Int>(op, rk.name, "lanes", g.lanes, 1, kMaxLanes);
-  check_range<Int>(op, rk.name, "kv_heads", g.kv_heads, 1, kMaxSize);
+  check_range<Int>(op, rk.name, "kv_heads", g.kv_heads, 1, kMaxHeads);
   check_head_dim<Int>(op, rk.name, g.head_dim);
   check_range<Int>(op, q.name, "rows", g.rows, kMinRows, kMaxRows);
-  check_range<Int>(op, q.name, "q_heads", g.q_heads, 1, kMaxSize);
+  check_range<Int>(op, q.name, "q_heads", g.q_heads, 1, kMaxHeads);
   if (g.q_heads % g.kv_heads != 0) {
     refuse(op, q.name, "q_heads a multiple of kv_heads = ", g.kv_heads, ", got ", g.q_heads);
   }
   check_window<Int>(op, rk.name, g.window, "rows", g.rows);
-  check_no_overflow<Int>(op, rk.name, {g.lanes, g.kv_heads, g.packed_length(), g.head_dim});
   check_shape<Int>(op, rv, ring_shape, {g.lanes, g.kv_heads, g.window, g.head_dim});
   check_shape<Int>(op, q, query_shape, {g.lanes, g.rows, g.q_heads, g.head_dim});
   check_shape<Int>(op, k, current_shape, {g.lanes, g.rows, g.kv_heads, g.head_dim});
@@ -260,7 +239,7 @@ MaskGeometry<Int> check_fill_attention_mask(const Tensor& cache_lengths, const I
   check_rank(op, lengths, 1, "[lanes]");
   const MaskGeometry<Int> g{sizes_of<Int>(cache_lengths)[0], q_heads, rows, window};
   check_range<Int>(op, lengths.name, "lanes", g.lanes, 1, kMaxLanes);
-  check_range<Int>(op, "q_heads", "a number", g.q_heads, 1, kMaxSize);
+  check_range<Int>(op, "q_heads", "a number", g.q_heads, 1, kMaxHeads);
   check_range<Int>(op, "rows", "a number", g.rows, kMinRows, kMaxRows);
   check_window<Int>(op, "window", g.window, "rows", g.rows);
   return g;
@@ -300,7 +279,7 @@ CommitGeometry<Int> check_commit_kv(const Tensor& new_keys, const Tensor& new_va
   const auto ring = sizes_of<Int>(ring_keys);
   const CommitGeometry<Int> g{ring[0], ring[1], ring[3], sizes_of<Int>(new_keys)[1], ring[2]};
   check_range<Int>(op, rk.name, "lanes", g.lanes, 1, kMaxLanes);
-  check_range<Int>(op, rk.name, "kv_heads", g.kv_heads, 1, kMaxSize);
+  check_range<Int>(op, rk.name, "kv_heads", g.kv_heads, 1, kMaxHeads);
   check_head_dim<Int>(op, rk.name, g.head_dim);
   check_range<Int>(op, k.name, "tokens", g.max_count, 1, kMaxRows);
   check_window<Int>(op, rk.name, g.window, "the tokens of new_keys", g.max_count);

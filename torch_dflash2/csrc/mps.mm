@@ -121,9 +121,10 @@ struct MetalKernels {
                                      &packed_queries, &packed_keys, &packed_values});
     const PackParams params{uint32_t(g.q_heads), uint32_t(g.kv_heads), uint32_t(g.head_dim),
                             uint32_t(g.rows),    uint32_t(g.window),   aligned};
+    const int64_t query_rows = g.q_heads / g.kv_heads * g.rows;  // of one key/value head
     launch(for_current("dflash2_pack_attention_bf16", current_queries),
-           MTLSizeMake(NSUInteger(g.head_dim / kVectorElements * g.packed_length()), NSUInteger(g.kv_heads),
-                       NSUInteger(g.lanes)),
+           MTLSizeMake(NSUInteger(g.head_dim / kVectorElements * (query_rows + g.packed_length())),
+                       NSUInteger(g.kv_heads), NSUInteger(g.lanes)),
            {&ring_keys, &ring_values, &current_queries, &current_keys, &current_values, &cache_lengths,
             &write_positions, &packed_queries, &packed_keys, &packed_values},
            params);

@@ -87,15 +87,24 @@ inline void store_row(device ushort* destination, uint4 packed, bool aligned) {
 // elements each, twice; of 16-bit types eight, once.
 template <typename Current>
 inline void round_row(device const uint* source, device ushort* destination, uint vector, uint vectors, bool aligned) {
+  const uint offsets[2] = {vector * 4, (vectors + vector) * 4};
+  uint4 halves[2];  // both read before either is written: the second need not wait for the first
   for (uint half_row = 0; half_row < 2; ++half_row) {
-    const uint element = (half_row * vectors + vector) * 4;
+    device const uint* from = source + offsets[half_row];
+    if (aligned)
+      halves[half_row] = *reinterpret_cast<device const uint4*>(from);
+    else
+      halves[half_row] = uint4(from[0], from[1], from[2], from[3]);
+  }
+  for (uint half_row = 0; half_row < 2; ++half_row) {
+    device ushort* to = destination + offsets[half_row];
+    const uint4 bits = halves[half_row];
+    const ushort4 rounded = ushort4(Current::to_bfloat16(bits.x), Current::to_bfloat16(bits.y),
+                                    Current::to_bfloat16(bits.z), Current::to_bfloat16(bits.w));
     if (aligned) {
-      const uint4 bits = *reinterpret_cast<device const uint4*>(source + element);
-      *reinterpret_cast<device ushort4*>(destination + element) =
-          ushort4(Current::to_bfloat16(bits.x), Current::to_bfloat16(bits.y), Current::to_bfloat16(bits.z),
-                  Current::to_bfloat16(bits.w));
+      *reinterpret_cast<device ushort4*>(to) = rounded;
     } else {
-      for (uint i = element; i < element + 4; ++i) destination[i] = Current::to_bfloat16(source[i]);
+      for (uint i = 0; i < 4; ++i) to[i] = rounded[i];
     }
   }
 }
@@ -122,7 +131,8 @@ inline uint ring_slot(int position, uint window) {
 
 // ---- kernels
 
-// Grid: (head_dim / 8 * packed length, kv_heads, lanes).
+// Grid: (head_dim / 8 * (query rows + packed length), kv_heads, lanes). The first rows are the queries of the heads
+// that share this key/value head, one a row: a thread that looped over them would end long after the others.
 template <typename Current>
 kernel void pack_attention(device const ushort* ring_keys [[buffer(0)]],
                            device const ushort* ring_values [[buffer(1)]],
@@ -138,25 +148,29 @@ kernel void pack_attention(device const ushort* ring_keys [[buffer(0)]],
                            uint3 thread_position [[thread_position_in_grid]]) {
   const uint shift = vector_shift(p.head_dim);
   const uint vectors = 1u << shift;
-  const uint row = thread_position.x >> shift;
   const uint vector = thread_position.x & (vectors - 1);
   const uint head = thread_position.y;
   const uint lane = thread_position.z;
   const bool aligned = p.aligned != 0;
+  uint row = thread_position.x >> shift;
+
+  const uint group = p.q_heads / p.kv_heads;
+  if (row < group * p.rows) {
+    const uint block_row = row / group;
+    const uint q_head = head * group + row - block_row * group;
+    const ulong query = ((ulong(lane) * p.rows + block_row) * p.q_heads + q_head) * p.head_dim;
+    const ulong packed_query = ((ulong(lane) * p.q_heads + q_head) * p.rows + block_row) * p.head_dim;
+    round_row<Current>(current_queries + query, packed_queries + packed_query, vector, vectors, aligned);
+    return;
+  }
+
+  row -= group * p.rows;
   const ulong lane_head = ulong(lane) * p.kv_heads + head;
   const ulong packed = (lane_head * (p.window - 1 + p.rows) + row) * p.head_dim;
-
   if (row < p.rows) {
-    const ulong token = ulong(lane) * p.rows + row;
-    const ulong current = (token * p.kv_heads + head) * p.head_dim;
+    const ulong current = ((ulong(lane) * p.rows + row) * p.kv_heads + head) * p.head_dim;
     round_row<Current>(current_keys + current, packed_keys + packed, vector, vectors, aligned);
     round_row<Current>(current_values + current, packed_values + packed, vector, vectors, aligned);
-    const uint group = p.q_heads / p.kv_heads;
-    for (uint h = head * group; h < (head + 1) * group; ++h) {
-      const ulong query = (token * p.q_heads + h) * p.head_dim;
-      const ulong packed_query = ((ulong(lane) * p.q_heads + h) * p.rows + row) * p.head_dim;
-      round_row<Current>(current_queries + query, packed_queries + packed_query, vector, vectors, aligned);
-    }
     return;
   }
 

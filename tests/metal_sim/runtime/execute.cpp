@@ -20,12 +20,12 @@ Memory::Memory(size_t size) : size_(size) {
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
   const size_t body = (size + 15) / 16 * 16, pages = (body + page - 1) / page * page;
   map_size_ = pages + 2 * page;
-  map_ = mmap(nullptr, map_size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  map_ = mmap(nullptr, map_size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (map_ == MAP_FAILED) throw std::bad_alloc();
   char* first = static_cast<char*>(map_) + page;
   mprotect(first, pages, PROT_READ | PROT_WRITE);
   base_ = first + pages - body;
-  memset(base_, 0xA5, size);
+  if (size <= size_t(256) << 20) memset(base_, 0xA5, size);
 }
 Memory::~Memory() { munmap(map_, map_size_); }
 
@@ -41,6 +41,24 @@ namespace {
 struct Cell {
   uint32_t writer, reader;
   bool several_readers;
+};
+
+// The cells of a buffer: takes no memory until it is used.
+struct Cells {
+  Cell* all = nullptr;
+  size_t bytes = 0;
+  unsigned element = 0;
+
+  void make(size_t buffer_size, unsigned element_size) {
+    element = element_size;
+    bytes = (buffer_size / element + 1) * sizeof(Cell);
+    void* map = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) throw std::bad_alloc();
+    all = static_cast<Cell*>(map);
+  }
+  ~Cells() {
+    if (all) munmap(all, bytes);
+  }
 };
 
 // Memory that the dispatch may touch.
@@ -65,7 +83,7 @@ struct Run {
   const Dispatch& dispatch;
   std::vector<Range> ranges;
   std::vector<void*> slots;
-  std::unordered_map<Memory*, std::pair<std::vector<Cell>, unsigned>> cells;
+  std::unordered_map<Memory*, Cells> cells;
   const msl_thread* thread = nullptr;
   uint32_t thread_number = 0;
   uintptr_t stack_begin = 0, stack_end = 0;
@@ -176,10 +194,10 @@ Run::Run(const Dispatch& d) : dispatch(d), slots(31) {
     Range r{base + b.offset, base + b.size(), a.writable, &a, nullptr, base, 0};
     auto w = written.find(b.memory.get());
     if (w != written.end()) {
-      auto& [all, element] = cells[b.memory.get()];
-      if (all.empty()) element = w->second, all.resize(b.size() / element + 1);
-      r.cells = all.data();
-      r.element = element;
+      Cells& c = cells[b.memory.get()];
+      if (!c.all) c.make(b.size(), w->second);
+      r.cells = c.all;
+      r.element = c.element;
     }
     slots[a.index] = const_cast<char*>(b.data()) + b.offset;
     ranges.push_back(r);
@@ -281,17 +299,18 @@ extern "C" {
 #define ACCESS(N)                                                                                       \
   void __sanitizer_cov_load##N(const void* p) { access(reinterpret_cast<uintptr_t>(p), N, false, PC); } \
   void __sanitizer_cov_store##N(const void* p) { access(reinterpret_cast<uintptr_t>(p), N, true, PC); }
-ACCESS(1)
-ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 #define UNDEFINED(NAME, TEXT) \
   void __ubsan_handle_##NAME##_minimal_abort() { fault(TEXT, PC); }
-    UNDEFINED(divrem_overflow, "integer division by zero or overflow")
-        UNDEFINED(shift_out_of_bounds, "shift by a negative or too large amount")
-            UNDEFINED(add_overflow, "signed integer overflow in +")
-                UNDEFINED(sub_overflow, "signed integer overflow in -")
-                    UNDEFINED(mul_overflow, "signed integer overflow in *")
-                        UNDEFINED(negate_overflow, "signed integer overflow in negation")
-                            UNDEFINED(out_of_bounds, "array index out of bounds")
-                                UNDEFINED(builtin_unreachable, "unreachable code reached")
-                                    UNDEFINED(float_cast_overflow, "float value does not fit the integer type")
+// clang-format off
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+UNDEFINED(divrem_overflow, "integer division by zero or overflow")
+UNDEFINED(shift_out_of_bounds, "shift by a negative or too large amount")
+UNDEFINED(add_overflow, "signed integer overflow in +")
+UNDEFINED(sub_overflow, "signed integer overflow in -")
+UNDEFINED(mul_overflow, "signed integer overflow in *")
+UNDEFINED(negate_overflow, "signed integer overflow in negation")
+UNDEFINED(out_of_bounds, "array index out of bounds")
+UNDEFINED(builtin_unreachable, "unreachable code reached")
+UNDEFINED(float_cast_overflow, "float value does not fit the integer type")
+// clang-format on
 }

@@ -9,7 +9,8 @@
 
 namespace metal_sim {
 
-// The storage of an MTLBuffer: ends at an inaccessible page and starts out as 0xA5 bytes.
+// The storage of an MTLBuffer: ends at an inaccessible page and starts out as 0xA5 bytes, or, above 256 MiB, as pages
+// that take no memory until they are used, so that offsets beyond 32 bits can be tried.
 class Memory {
  public:
   explicit Memory(size_t size);

@@ -33,11 +33,11 @@ int64_t set_option(const std::string& name, int64_t value);  // the value so far
 
 // Counts since the start, of what host code did. queue_blocks, torch_commands and fallbacks are also, or only, of
 // torch's own operators; their copies and waits on behalf of a CPU fallback do not count.
-#define METAL_SIM_COUNTERS(X)                                                                                  \
-  X(devices)                                                                                                   \
-  X(libraries)                                                                                                 \
-  X(functions) X(pipelines) X(queue_blocks) X(command_buffers) X(encoders) X(dispatches) X(dropped_dispatches) \
-      X(commits) X(waits) X(torch_commands) X(fallbacks)
+// clang-format off
+#define METAL_SIM_COUNTERS(X)                                                                         \
+  X(devices) X(libraries) X(functions) X(pipelines) X(queue_blocks) X(command_buffers) X(encoders)    \
+  X(dispatches) X(dropped_dispatches) X(commits) X(waits) X(torch_commands) X(fallbacks)
+// clang-format on
 struct Counters {
 #define X(name) std::atomic<int64_t> name{0};
   METAL_SIM_COUNTERS(X)

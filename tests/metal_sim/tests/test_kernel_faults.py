@@ -79,6 +79,21 @@ def test_a_buffer_bound_twice():
         run(SOURCE, "k0", [t, t])
 
 
+def test_buffers_beyond_32_bits_take_no_memory():
+    n = 2**31 + 64  # elements: 4 GiB and a little
+    big = torch.empty(n, dtype=torch.bfloat16, device="mps")
+    source = library(
+        ["a[ulong(i) + 2147483648ul] = ushort(i); a[i] = ushort(64 - i);"],
+        "device ushort* a [[buffer(0)]], uint i [[thread_position_in_grid]]",
+    )
+    run(source, "k0", [big])
+    assert big[-64:].view(torch.int16).tolist() == list(range(64))
+    assert big[:64].view(torch.int16).tolist() == list(range(64, 0, -1))
+    end = big[-32:]  # a view whose offset needs 33 bits
+    run(library(["a[i] = 7;"], "device ushort* a [[buffer(0)]], uint i [[thread_position_in_grid]]"), "k0", [end], (32, 1, 1))
+    assert end.view(torch.int16).tolist() == [7] * 32 and big[-33].view(torch.int16).item() == 31
+
+
 def test_built_in_values():
     text = library(
         ["a[(p.z * 3 + p.y) * 5 + p.x] = uint(g.x + 10 * g.y + 100 * g.z) + 1000 * t + 100000 * s;"],
