@@ -9,8 +9,15 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "torch_dflash2"
 # The Metal path's sources: the package's own, unmodified, unless mutants.py asks for others.
-METAL_PATH = pathlib.Path(os.environ.get("DFLASH2_METAL_PATH", ROOT / "torch_dflash2"))
+METAL_PATH = pathlib.Path(os.environ.get("DFLASH2_METAL_PATH", PACKAGE))
+
+if METAL_PATH != PACKAGE:
+    from hypothesis import Phase, settings
+
+    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])  # that it fails is all there is to know
+    settings.load_profile("mutants")
 
 if sys.platform == "linux":
     import metal_sim
@@ -19,8 +26,8 @@ if sys.platform == "linux":
     embed = runpy.run_path(str(METAL_PATH / "shaders/embed.py"))["embed"]
     torch.ops.load_library(
         metal_sim.build_extension(
-            [METAL_PATH / "csrc/mps.mm", METAL_PATH / "csrc/geometry.cpp"],
-            include_dirs=[embed(ROOT / "build/shaders" if METAL_PATH == ROOT / "torch_dflash2" else METAL_PATH)],
+            [METAL_PATH / "csrc/mps.mm", PACKAGE / "csrc/geometry.cpp"],
+            include_dirs=[embed(ROOT / "build/shaders" if METAL_PATH == PACKAGE else METAL_PATH)],
             name="dflash2_mps",
         )
     )
