@@ -94,3 +94,11 @@ def test_public_names():
     assert set(torch_dflash2.__all__) <= set(dir(torch_dflash2))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = torch_dflash2.nothing
+
+
+def test_the_readme_example_of_the_operators_runs():
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "pack_attention" in example and "commit_kv" in example
+    names: dict = {}
+    exec(example, names)
+    assert names["out"].shape == (1, 8, 8, 128) and names["tokens"].tolist() == [3]

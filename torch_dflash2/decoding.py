@@ -192,10 +192,11 @@ def default_block_size(drafter: DFlash2DraftModel, target: Target) -> int:
     """Rows to verify a round that suit the target's device and dtype: never more than the drafter was trained for."""
     if target.device.type != "cpu":
         return drafter.block_size  # a GPU reads its weights once for all rows, and it is these it waits for
-    # On two CPU cores with AMX the target's forward took 1.9 times as long for eight rows as for one in float32, 1.17
-    # times in bfloat16; SmolLM2-135M was fastest with 4 and 6 rows.
-    fast_bfloat16 = target.dtype == torch.bfloat16 and _has_fast_bfloat16()
-    return min(drafter.block_size, 6 if fast_bfloat16 else 4)
+    # What was fastest for SmolLM2-135M on two cores. There eight rows took the target's forward 1.9 times as long as one
+    # row in float32; in bfloat16 1.17 times with AMX and 3 times without instructions for bfloat16.
+    if target.dtype == torch.bfloat16:
+        return min(drafter.block_size, 6 if _has_fast_bfloat16() else 3)
+    return min(drafter.block_size, 4)
 
 
 def _has_fast_bfloat16() -> bool:
