@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-DEFAULT_PROMPT = "Write a short story about a robot who learns to paint."
+DEFAULT_PROMPT = "Write an email to my landlord about a leaking tap."  # its acceptance is near the mean of evaluate.py's
 DTYPES = ("float32", "bfloat16")
 CONTEXT = 8192  # tokens, of the target
 OTHER_TOKENS = 24  # decoded in the dtype that was not asked for: only its speed is shown

@@ -17,6 +17,7 @@
 #include <torch/library.h>
 
 #include <functional>
+#include <limits>
 
 #include "metal_private.h"
 #include "sim.h"
@@ -304,7 +305,12 @@ at::Scalar item(const at::Tensor& t) {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                      bool gqa) {
-  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, std::nullopt, scale, gqa));
+  std::optional<at::Tensor> bias = mask;
+  if (mask && mask->scalar_type() == at::kBool) {  // true: may attend; the kernel below would add it as a number
+    const double hidden = -std::numeric_limits<double>::infinity();
+    bias = q.new_zeros(mask->sizes()).masked_fill_(mask->logical_not(), hidden);
+  }
+  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, bias, dropout, causal, std::nullopt, scale, gqa));
 }
 
 // Does this call make the host of a Mac wait for its result: a shape or a value that only the device knows?

@@ -65,10 +65,14 @@ def test_fake_tensors_and_compile():
     torch.testing.assert_close(f(q), torch.sin(q) + q.t() @ q)
 
 
-def test_attention():
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "causal"])
+def test_attention(kind):
     q, k = torch.randn(1, 4, 3, 8, device="mps"), torch.randn(1, 2, 5, 8, device="mps")
+    masks = {"bool": torch.ones(3, 5, dtype=torch.bool).tril(2), "float": torch.zeros(3, 5).index_fill_(1, torch.tensor(4), -1e9)}
+    mask, options = masks.get(kind), {"enable_gqa": True, "is_causal": kind == "causal"}
     attend = torch.nn.functional.scaled_dot_product_attention
-    torch.testing.assert_close(attend(q, k, k, enable_gqa=True).cpu(), attend(q.cpu(), k.cpu(), k.cpu(), enable_gqa=True))
+    got = attend(q, k, k, None if mask is None else mask.to("mps"), **options).cpu()
+    torch.testing.assert_close(got, attend(q.cpu(), k.cpu(), k.cpu(), mask, **options))
 
 
 def test_resize_and_storage():
