@@ -12,6 +12,8 @@ DTYPE ?=
 BLOCK ?=
 MAX_NEW_TOKENS ?=
 DEVICE ?=
+# As it was typed: a prompt may have a $ in it.
+override PROMPT := $(value PROMPT)
 export PROMPT DTYPE BLOCK MAX_NEW_TOKENS DEVICE
 
 .PHONY: help demo evaluate test lint bench mac-check mutants coverage dist clean clang
@@ -43,8 +45,9 @@ mac-check: .venv/test  ## compile and link the Metal path for macOS, for the old
 mutants: clang .venv/test .venv/package  ## break the Metal path in many small ways: the tests must notice each
 	$(BIN)/python tests/mutants.py
 
-coverage: clang .venv/test .venv/package  ## line coverage of csrc/mps.mm and of the shader
-	$(BIN)/python tests/coverage.py
+coverage: clang .venv/test .venv/package  ## line coverage of csrc/mps.mm and of the shader (needs Debian's llvm-19)
+	$(BIN)/python tests/metal_sim/coverage.py --least 95 mps.mm kernel.metal -- \
+	    -m pytest -q tests/test_operators.py tests/test_metal.py tests/test_invalid_arguments.py -k "mps or metal"
 
 dist: .venv/base  ## build the sdist, and a wheel from it, in dist/
 	$(BIN)/pip install -q build

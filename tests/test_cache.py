@@ -359,9 +359,9 @@ COUNTS = int32(1, 2)
         (lambda c, k, n: c.commit(0, k, k, n[:1]), RuntimeError, "commit_counts"),
         (lambda c, k, n: c.commit(0, k, k.half(), n), RuntimeError, "new_values"),
         (lambda c, k, n: c.prefill(-1, k, k), IndexError, r"prefill: layer: expected 0\.\.1, got -1"),
-        (lambda c, k, n: c.prefill(0, k[..., :64], k), ValueError, "prefill: keys: expected floats of shape"),
-        (lambda c, k, n: c.prefill(0, k, k[:, :2]), ValueError, "prefill: values: expected floats of shape"),
-        (lambda c, k, n: c.prefill(0, k.int(), k), ValueError, "prefill: keys: expected floats.*got torch.int32"),
+        (lambda c, k, n: c.prefill(0, k[..., :64], k), ValueError, "prefill: keys: expected float32, bfloat16 or float16"),
+        (lambda c, k, n: c.prefill(0, k, k[:, :2]), ValueError, "prefill: values: expected float32, bfloat16 or float16"),
+        (lambda c, k, n: c.prefill(0, k.int(), k), ValueError, "prefill: keys: expected float32.*got torch.int32"),
         (lambda c, k, n: c.prefill(0, k, k, n.long()), ValueError, "prefill: lengths: expected int32"),
         (
             lambda c, k, n: c.prefill(0, k, k, n[:1]),
@@ -492,3 +492,26 @@ def test_cache_made_in_inference_mode_is_usable_outside(device):
     cache.commit(0, KEYS.to(device), KEYS.to(device), COUNTS.to(device))
     cache.advance(COUNTS.to(device))
     assert cache.token_counts.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("layer", [True, torch.tensor(0), 0.0, "0"])
+def test_what_only_looks_like_an_index_is_refused(layer):
+    cache = RingKVCache(2, 3, 1, 8, 128)
+    cache.token_counts += 1
+    tokens = torch.ones(3, 2, 1, 128)
+    for call in (lambda: cache.prefill(layer, tokens, tokens), lambda: cache.reset(layer), lambda: cache.fork(layer, 1)):
+        with pytest.raises(IndexError, match=r"expected 0\.\."):
+            call()
+    assert cache.token_counts.tolist() == [1, 1, 1]
+
+
+def test_a_refused_prefill_writes_nothing():
+    cache = RingKVCache(1, 1, 1, 8, 128)
+    keys, values = torch.ones(1, 2, 1, 128), torch.ones(1, 2, 1, 128, requires_grad=True)
+    with pytest.raises(ValueError, match="values: expected a tensor that does not require grad"):
+        cache.prefill(0, keys, values)
+    with pytest.raises(ValueError, match="values: expected float32, bfloat16 or float16, the same for both"):
+        cache.prefill(0, keys, values.detach().half())
+    with pytest.raises(ValueError, match="keys: expected float32"):
+        cache.prefill(0, keys.double(), values.detach().double())
+    assert not cache.rings.any()

@@ -306,3 +306,25 @@ def test_written_arguments_have_a_new_version(device, op):
     call(**arguments)
     for name, version in versions.items():
         assert arguments[name]._version == version + (name in WRITTEN[op]), name
+
+
+def test_versions_are_new_in_inference_mode_too(device):
+    """Otherwise a backward would use what was overwritten, in silence."""
+    hidden = torch.ones(2, 3, device=device)
+    weight = torch.ones(2, 3, device=device, requires_grad=True)
+    product = (weight * hidden).sum()
+    with torch.inference_mode():
+        ops.set_mask_rows(torch.ones(3, dtype=torch.bfloat16, device=device), hidden, 1, 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_a_lazily_negated_tensor_is_read_but_never_written(device):
+    embedding = torch.arange(3.0, device=device).bfloat16()
+    with pytest.raises(RuntimeError, match="set_mask_rows: hidden: expected a plain tensor"):
+        ops.set_mask_rows(embedding, torch._neg_view(torch.ones(2, 3, device=device)), 1, 2)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="hidden: expected a plain tensor"):
+        ops.set_mask_rows(embedding, torch._neg_view(torch.ones(2, 3, device=device)), 1, 2)
+    hidden = torch.zeros(2, 3, device=device)
+    ops.set_mask_rows(torch._neg_view(embedding), hidden, 1, 2)
+    assert hidden[1].tolist() == [0, -1, -2]

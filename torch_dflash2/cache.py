@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _library  # noqa: F401  loads the operators
 
 ops = torch.ops.dflash2
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of keys and values that are committed
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,14 @@ class RingKVCache:
             kept = min(tokens, self.window)
             raise ValueError(f"prefill: keys: expected the last {kept} of {tokens} tokens, got {given}")
         for name, new in (("keys", keys), ("values", values)):
-            if new.shape != shape or new.device != self.device or not new.is_floating_point():
+            if new.shape != shape or new.device != self.device or new.dtype not in DTYPES or new.dtype != keys.dtype:
                 raise ValueError(
-                    f"prefill: {name}: expected floats of shape [lanes, tokens, kv_heads, head_dim] = {list(shape)} on "
-                    f"{self.device}, got {new.dtype} {list(new.shape)} on {new.device}"
+                    f"prefill: {name}: expected float32, bfloat16 or float16, the same for both, of shape "
+                    f"[lanes, tokens, kv_heads, head_dim] = {list(shape)} on {self.device}, "
+                    f"got {new.dtype} {list(new.shape)} on {new.device}"
                 )
+            if torch.is_grad_enabled() and new.requires_grad:
+                raise ValueError(f"prefill: {name}: expected a tensor that does not require grad, got one that does; detach it")
         if lengths is None:
             lengths = torch.full_like(self.token_counts, total)
         self._check_counts("prefill", "lengths", lengths)
@@ -135,8 +139,11 @@ class RingKVCache:
             new_here = (position >= self.token_counts[:, None])[:, None, :, None]
             row = row.clamp(0, given - 1)
             lane = torch.arange(self.lanes, device=self.device)[:, None]
-            for ring, new in zip(self.rings[layer], (keys, values), strict=True):
-                ring.copy_(torch.where(new_here, new[lane, row].transpose(1, 2).to(ring.dtype), ring))
+            rings = [
+                torch.where(new_here, new[lane, row].transpose(1, 2).to(ring.dtype), ring)
+                for ring, new in zip(self.rings[layer], (keys, values), strict=True)
+            ]
+            self.rings[layer].copy_(torch.stack(rings))
         self._written[layer] = total
 
     def advance(self, counts: Tensor | None = None) -> None:
@@ -203,12 +210,12 @@ class RingKVCache:
         self._written = {}
 
     def _check_layer(self, call: str, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise IndexError(f"{call}: layer: expected 0..{self.layers - 1}, got {layer}")
+        if not _is_index(layer, self.layers):
+            raise IndexError(f"{call}: layer: expected 0..{self.layers - 1}, got {layer!r}")
 
     def _check_lane(self, call: str, name: str, lane: int) -> None:
-        if not 0 <= lane < self.lanes:
-            raise IndexError(f"{call}: {name}: expected 0..{self.lanes - 1}, got {lane}")
+        if not _is_index(lane, self.lanes):
+            raise IndexError(f"{call}: {name}: expected 0..{self.lanes - 1}, got {lane!r}")
 
     def _check_between_rounds(self, call: str) -> None:
         if self._written:
@@ -229,3 +236,8 @@ class RingKVCache:
                 f"{call}: {name}: expected int32 of shape [lanes] = [{self.lanes}] on {self.device}, "
                 f"got {counts.dtype} {list(counts.shape)} on {counts.device}"
             )
+
+
+def _is_index(value: object, size: int) -> bool:
+    """True for whole numbers; bools and tensors are numbers to Python, but would index something else."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size

@@ -12,6 +12,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -225,8 +226,7 @@ class _Text:
         return self.max_new_tokens - len(self.token_ids)
 
     def add(self, tokens: list[int]) -> int:
-        """Takes tokens up to the first stop token or the last there is room for, and says how many."""
-        tokens = tokens[: self.remaining]
+        """Takes tokens, no more than remain, up to the first that stops the text; says how many."""
         stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
         if stop is not None:
             tokens, self.finish_reason = tokens[: stop + 1], "stop"
@@ -280,7 +280,7 @@ def _stop_tokens(target: Target) -> set[int]:
     for config in (getattr(target, "generation_config", None), target.config):
         stops = getattr(config, "eos_token_id", None)
         if stops is not None:
-            return {stops} if isinstance(stops, int) else set(stops)
+            return set(torch.as_tensor(stops).flatten().tolist())  # a number, a list, or either as a tensor
     return set()
 
 
@@ -338,11 +338,11 @@ def _check_block_size(drafter: DFlash2DraftModel, block_size: int) -> int:
 
 
 def _checked_stop_tokens(stop_token_ids: Iterable[int]) -> set[int]:
-    stops = set(stop_token_ids) if isinstance(stop_token_ids, Iterable) else {None}
-    if isinstance(stop_token_ids, str) or not all(_is_int(token) for token in stops):
+    stops = list(stop_token_ids) if isinstance(stop_token_ids, Iterable) else [None]
+    if isinstance(stop_token_ids, (str, bytes)) or not all(_is_int(token) and token >= 0 for token in stops):
         raise _error("stop_token_ids", "token ids, as a list of whole numbers", repr(stop_token_ids))
-    return stops
+    return {int(token) for token in stops}
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)

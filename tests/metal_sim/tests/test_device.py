@@ -68,7 +68,10 @@ def test_fake_tensors_and_compile():
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "causal"])
 def test_attention(kind):
     q, k = torch.randn(1, 4, 3, 8, device="mps"), torch.randn(1, 2, 5, 8, device="mps")
-    masks = {"bool": torch.ones(3, 5, dtype=torch.bool).tril(2), "float": torch.zeros(3, 5).index_fill_(1, torch.tensor(4), -1e9)}
+    masks = {
+        "bool": torch.ones(3, 5, dtype=torch.bool).tril(2),
+        "float": torch.zeros(3, 5).index_fill_(1, torch.tensor(4), -1e9),
+    }
     mask, options = masks.get(kind), {"enable_gqa": True, "is_causal": kind == "causal"}
     attend = torch.nn.functional.scaled_dot_product_attention
     got = attend(q, k, k, None if mask is None else mask.to("mps"), **options).cpu()
