@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from test_cache import NoHostRead
-from test_drafter import HIDDEN, config_json, float32_operators, ours, published
+from test_drafter import HIDDEN, config_json, float32_operators, one_thread, ours, published  # noqa: F401
 
 from torch_dflash2 import cache as cache_module
 from torch_dflash2 import decoding, generate, greedy_generate
@@ -17,15 +17,6 @@ from torch_dflash2.decoding import default_block_size
 WINDOW = 11  # of the drafter: not a power of two, and shorter than nearly every text here
 VOCABULARY = 97
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """With tensors as small as these, threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_target(kind="Llama", seed=0, device="cpu", vocabulary=VOCABULARY, **changes):

@@ -10,6 +10,7 @@ import sys
 import dflash.model
 import pytest
 import torch
+from test_drafter import one_thread  # noqa: F401
 from torch import nn
 
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples/smollm2"
@@ -72,6 +73,7 @@ def test_real_rounds_are_those_of_the_authors_decoder(models, monkeypatch):
 def test_the_demo_streams_the_text_and_compares(models, capsys, monkeypatch):
     ours = models._replace(target=copy.deepcopy(models.target))  # the demo changes its dtype
     monkeypatch.setattr(smollm2, "load", lambda *_: ours)
+    monkeypatch.setattr(demo, "OTHER_TOKENS", 4)
     demo.run(demo.Request(demo.DEFAULT_PROMPT, "float32", 4, 12, "cpu"))
     shown = capsys.readouterr().out
     input_ids = smollm2.prompt_ids(models.tokenizer, demo.DEFAULT_PROMPT, "cpu")

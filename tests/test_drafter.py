@@ -579,6 +579,20 @@ def test_folder_without_a_file(tmp_path, missing):
         ({"conv_group_size": 5}, "conv_group_size: expected a divisor of hidden_size = 48, got 5"),
         ({"selector_top_k": 98}, r"selector_top_k: expected 1\.\.vocab_size = 97, got 98"),
         ({"selector_rank": REMOVED}, "selector_rank: expected a value"),
+        ({"selector_top_k": "4"}, "selector_top_k: expected a whole number, got 4"),
+        ({"conv_kernel_size": True}, "conv_kernel_size: expected a whole number, got True"),
+        ({"block_size": 7.9}, "block_size: expected a whole number, got 7.9"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers: expected a whole number, got 2"),
+        ({"attention_bias": "false"}, "attention_bias: expected true or false, got false"),
+        ({"target_layer_ids": [0.0, 1.5]}, "target_layer_ids: expected whole numbers"),
+        ({"target_layer_ids": 1}, "target_layer_ids: expected a list of layer numbers, got 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a finite number, got nan"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps: expected above 0, got -1.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected None, got 50.0"),
+        (
+            {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}},
+            "rope_parameters.rope_theta: expected that of rope_scaling, 5.0, got 10000.0",
+        ),
         (
             {"dflash_config": {"sample_from_anchor": True}},
             "dflash_config.sample_from_anchor: expected one of block_size",
@@ -638,3 +652,8 @@ def test_config_is_read_as_dflash_reads_it(change):
 def test_fields_at_the_top_level_serve_as_well():
     raw = config_json()
     assert DraftConfig.from_dict({**raw, **raw["dflash_config"], "dflash_config": {}}) == DraftConfig.from_dict(raw)
+
+
+def test_rope_theta_is_found_where_a_config_keeps_it():
+    scaling = config_json(rope_scaling={"rope_type": "default"}, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert DraftConfig.from_dict(scaling).rope_theta == 1e6

@@ -194,7 +194,7 @@ def default_block_size(drafter: DFlash2DraftModel, target: Target) -> int:
     if target.device.type != "cpu":
         return drafter.block_size  # a GPU reads its weights once for all rows, and it is these it waits for
     # What was fastest for SmolLM2-135M on two cores. There eight rows took the target's forward 1.9 times as long as one
-    # row in float32; in bfloat16 1.17 times with AMX and 3 times without instructions for bfloat16.
+    # row in float32; in bfloat16 1.17 times with AMX and 3.3 times without instructions for bfloat16.
     if target.dtype == torch.bfloat16:
         return min(drafter.block_size, 6 if _has_fast_bfloat16() else 3)
     return min(drafter.block_size, 4)

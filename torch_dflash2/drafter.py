@@ -15,6 +15,7 @@ D head size. Embedding and output head are the target's. Nothing here waits for 
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -58,8 +59,14 @@ class DraftConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, "int") and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            if field.type in (int, "int") and not _is_whole(value):
                 raise _config_error(field.name, "a whole number", value)
+            if field.type in (bool, "bool") and not isinstance(value, bool):
+                raise _config_error(field.name, "true or false", value)
+            if field.type in (float, "float") and not math.isfinite(value):
+                raise _config_error(field.name, "a finite number", value)
+        if not all(_is_whole(layer) for layer in self.target_layer_ids):
+            raise _config_error("target_layer_ids", "whole numbers", list(self.target_layer_ids))
         top = max(self.target_layer_ids, default=-1)
         for name, fits, expected in (
             ("hidden_size", self.hidden_size >= 1, "at least 1"),
@@ -72,6 +79,8 @@ class DraftConfig:
             ),
             ("head_dim", self.head_dim in (128, 256), "128 or 256"),
             ("block_size", 2 <= self.block_size <= 16, "2..16"),
+            ("rms_norm_eps", self.rms_norm_eps > 0, "above 0"),
+            ("rope_theta", self.rope_theta > 0, "above 0"),
             ("sliding_window", self.sliding_window > self.block_size, f"more than block_size = {self.block_size}"),
             ("mask_token_id", self.mask_token_id < self.vocab_size, f"below vocab_size = {self.vocab_size}"),
             ("target_layer_ids", top >= 0 and min(self.target_layer_ids) >= 0, "one or more layer numbers from 0"),
@@ -111,10 +120,13 @@ class DraftConfig:
             return default if value is None else value
 
         # What would change the arithmetic is refused, never ignored.
+        layers = required("num_hidden_layers")
+        if not _is_whole(layers):
+            raise _config_error("num_hidden_layers", "a whole number", layers)
         layer_types = config.get("layer_types")
         if layer_types is None and config.get("use_sliding_window") and config.get("max_window_layers") == 0:
-            layer_types = ["sliding_attention"] * config["num_hidden_layers"]
-        if layer_types != ["sliding_attention"] * config.get("num_hidden_layers", 0):
+            layer_types = ["sliding_attention"] * layers
+        if layer_types != ["sliding_attention"] * layers:
             raise _config_error("layer_types", "sliding_attention for every layer", layer_types)
         for name, expected, default in (
             ("architectures", ["DFlash2DraftModel"], ["DFlash2DraftModel"]),
@@ -123,6 +135,7 @@ class DraftConfig:
             ("hidden_act", "silu", "silu"),
             ("quantization_config", None, None),
             ("partial_rotary_factor", 1.0, 1.0),
+            *((name, None, None) for name in _SCALINGS),
         ):
             got = config.get(name, default)
             if got != expected:
@@ -131,8 +144,9 @@ class DraftConfig:
             if "sink" in name and config[name]:
                 raise _config_error(name, "no attention sinks", config[name])
         heads = required("num_attention_heads")
-        layers = required("num_hidden_layers")
         taps = merged.get("target_layer_ids")
+        if taps is not None and not isinstance(taps, (list, tuple)):
+            raise _config_error("target_layer_ids", "a list of layer numbers", taps)
         if taps is None:
             taps = _evenly_spaced(required("num_target_layers"), layers)
         return cls(
@@ -146,14 +160,14 @@ class DraftConfig:
             sliding_window=required("sliding_window"),
             rms_norm_eps=float(optional("rms_norm_eps", 1e-6)),
             rope_theta=_rope_theta(config),
-            attention_bias=bool(optional("attention_bias", False)),
-            block_size=int(optional("block_size", 16)),
+            attention_bias=optional("attention_bias", False),
+            block_size=optional("block_size", 16),
             mask_token_id=required("mask_token_id"),
             target_layer_ids=tuple(taps),
-            conv_kernel_size=int(required("conv_kernel_size")),
-            conv_group_size=int(required("conv_group_size")),
-            selector_rank=int(required("selector_rank")),
-            selector_top_k=int(required("selector_top_k")),
+            conv_kernel_size=required("conv_kernel_size"),
+            conv_group_size=required("conv_group_size"),
+            selector_rank=required("selector_rank"),
+            selector_top_k=required("selector_top_k"),
             input_embedding_scale=float(optional("input_embedding_scale", 1.0)),
             output_multiplier=float(optional("output_multiplier", 1.0)),
             final_logit_softcapping=max(0.0, float(optional("final_logit_softcapping", 0.0))),
@@ -175,6 +189,14 @@ _DRAFT_FIELDS = (
 )
 
 
+# What other model families scale and this one does not.
+_SCALINGS = ("attn_logit_softcapping", "query_pre_attn_scalar", "residual_multiplier", "attention_multiplier")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _config_error(name: str, expected: object, got: object) -> ValueError:
     return ValueError(f"drafter config: {name}: expected {expected}, got {got}")
 
@@ -188,8 +210,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
                     raise _config_error(f"{name}.{key}", "default", value)
             elif key != "rope_theta" and not (key == "partial_rotary_factor" and value == 1.0):
                 raise _config_error(f"{name}.{key}", "plain RoPE", value)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    thetas = [(config.get(name) or {}).get("rope_theta") for name in ("rope_scaling", "rope_parameters")]
+    if None not in thetas and thetas[0] != thetas[1]:
+        raise _config_error("rope_parameters.rope_theta", f"that of rope_scaling, {thetas[0]}", thetas[1])
+    return float(thetas[0] or thetas[1] or config.get("rope_theta") or 10000.0)
 
 
 def _evenly_spaced(target_layers: int, draft_layers: int) -> list[int]:
