@@ -201,7 +201,7 @@ def default_block_size(drafter: DFlash2DraftModel, target: Target) -> int:
 
 
 def _has_fast_bfloat16() -> bool:
-    features = torch.cpu.get_capabilities()
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch
     return any(features.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16", "sve_bf16"))
 
 
