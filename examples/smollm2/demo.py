@@ -121,7 +121,8 @@ def run(request: Request) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    with console.status("Loading SmolLM2-135M-Instruct and its drafter"):
+    console.print("Loading SmolLM2-135M-Instruct and its drafter", style="dim")
+    with console.status(""):
         import smollm2
         import torch
 
@@ -153,12 +154,14 @@ def run(request: Request) -> None:
     speculative_runs = [speculative(on_tokens=terminal.add)]
     console.print("\n")
 
-    with console.status("Decoding it again, plainly and speculatively, for the comparison"):
+    console.print("That was decoded speculatively. Now plainly and speculatively once more, for the comparison", style="dim")
+    with console.status(""):
         plain_runs = [plain()]
         speculative_runs.append(speculative())
         plain_runs.append(plain())
     other_dtype = DTYPES[1 - DTYPES.index(request.dtype)]
-    with console.status(f"Decoding plainly in {other_dtype}, for its speed"):
+    console.print(f"Now plainly in {other_dtype}, for its speed", style="dim")
+    with console.status(""):
         smollm2.use_few_row_linears(target.to(getattr(torch, other_dtype)))
         plain(4)
         other = plain(OTHER_TOKENS).stats
