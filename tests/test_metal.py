@@ -21,6 +21,7 @@ if sys.platform == "darwin":
     pytest.skip("the counters are the stand-in's", allow_module_level=True)
 
 import metal_sim
+import mutants
 
 ops = torch.ops.dflash2
 TESTS = pathlib.Path(__file__).parent
@@ -286,13 +287,26 @@ def test_every_thread_runs_under_a_small_pipeline_limit(limit):
     in_new_process(code)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", ["pack_attention", "fill_attention_mask", "commit_kv", "set_mask_rows"])
 def test_groups_have_at_most_256_threads(op):
-    call, arguments = mps_arguments(op)
+    """At sizes where a whole row of the grid would be a larger group."""
+    ring, new = torch.zeros(1, 1, 600, 256, dtype=torch.bfloat16, device="mps"), torch.zeros(1, 16, 1, 256, device="mps")
+    number = torch.ones(1, dtype=torch.int32, device="mps")
+    calls = {
+        "pack_attention": lambda: ops.pack_attention(ring, ring, new, new, new, number, number),
+        "fill_attention_mask": lambda: ops.fill_attention_mask(number, 1, 2, 600),
+        "commit_kv": lambda: ops.commit_kv(new, new, number, number, ring, ring.clone()),
+        "set_mask_rows": lambda: ops.set_mask_rows(ring.flatten()[:600], torch.zeros(2, 600, device="mps"), 1, 2),
+    }
     with metal_sim.traced() as trace:
-        call(**arguments)
-    (dispatch,) = trace.dispatches
-    assert np.prod(dispatch.threadgroup) <= 256
+        calls[op]()
+    dispatch = trace.dispatches[-1]
+    assert dispatch.grid[0] > 256 and np.prod(dispatch.threadgroup) == 256
+
+
+def test_mutants_are_of_these_sources():
+    for name, (file, text, _) in mutants.MUTANTS.items():
+        assert (mutants.PACKAGE / file).read_text().count(text) == 1, name
 
 
 def test_offsets_beyond_32_bits():
