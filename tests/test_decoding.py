@@ -135,7 +135,7 @@ def test_rounds_are_those_of_the_authors_decoder(monkeypatch, in_float32, vocabu
         monkeypatch.setattr(cache_module, "ops", float32_operators())
         cache = drafter.make_cache()
         cache.rings = cache.rings.float()
-        drafter.make_cache = lambda: cache
+        drafter.make_cache = lambda lanes: cache
     prompt = make_prompt(5 + 9 * (seed % 3), seed, vocabulary=vocabulary)
     got = generate(target, drafter, prompt, max_new_tokens=60, block_size=5)
     theirs = dflash.model.dflash_generate(model, target, prompt, 60, None, block_size=5, return_stats=True)

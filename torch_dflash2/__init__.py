@@ -16,6 +16,8 @@ _LAZY = {
     "DFlash2DraftModel": "drafter",
     "generate": "decoding",
     "greedy_generate": "decoding",
+    "Sampling": "sampling",
+    "Session": "session",
 }
 
 __all__ = ["MetalAvailability", "is_metal_available", "reference", *_LAZY]

@@ -1,29 +1,35 @@
-"""Greedy, lossless speculative decoding of a Hugging Face causal LM, the target, with a DFlash 2 drafter.
+"""Lossless speculative decoding of a Hugging Face causal LM, the target, with a DFlash drafter.
 
 A round: the drafter fills a block: the anchor, which is the newest token of the text, and the tokens drafted to follow it.
 One forward of the target scores every row of the block. Drafts are accepted up to the first that is not the target's own
 choice; that choice, which the same forward gave, follows them and is the next anchor. So the target decides every token,
-and the drafter decides only how many come at a time.
+and the drafter decides only how many come at a time. (With sampling, chance has a part in accepting: see `sampling.py`.)
 
-`greedy_generate` is the same without a drafter, one token a forward: the oracle and the baseline.
+`generate` runs rounds of `Decoder` for one prompt or many. `greedy_generate` is the same without a drafter, one token a
+forward: the oracle and the baseline.
 """
 
+import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .drafter import DFlash2DraftModel
+from .drafter import DFlashDraftModel
+from .sampling import Drafts, Sampling, verify
+from .target import Target, TargetLanes, transformers_cache
 
 # A longer prompt is read in pieces of this many tokens, since all layers' hidden states of a piece are alive at once.
 PREFILL_TOKENS = 1024
 
-Target = Any  # a transformers.PreTrainedModel with an output head
+MAX_LANES = 4  # that the operators take
 
 
 @dataclass
@@ -80,80 +86,204 @@ class GenerationResult:
 @torch.inference_mode()
 def generate(
     target: Target,
-    drafter: DFlash2DraftModel,
-    input_ids: Tensor,
+    drafter: DFlashDraftModel,
+    input_ids: Tensor | Sequence[Tensor],
     *,
     max_new_tokens: int,
     stop_token_ids: Iterable[int] | None = None,
     block_size: int | None = None,
-    on_tokens: Callable[[list[int]], Any] | None = None,
+    sampling: Sampling | None = None,
+    compile: bool = False,
+    on_tokens: Callable[..., Any] | None = None,
     profile: bool = False,
-) -> GenerationResult:
-    """Continues one prompt with the target's own greedy choices, several a forward where the drafter foresaw them.
+) -> Any:
+    """Continues prompts with the target's own choices, several a forward where the drafter foresaw them.
 
     target: a Hugging Face causal LM in eval mode.
     drafter: made for this target, on the same device; its dtype may differ.
-    input_ids: the prompt, int64 or int32 [1, N], N >= 1, on the same device.
-    max_new_tokens: at least 1.
+    input_ids: a prompt, int64 or int32 [1, N], N >= 1, on the same device; or a list of prompts of any lengths, of which up
+        to four are decoded at once, each in a lane of its own, which takes the next prompt as soon as its text ends.
+    max_new_tokens: at least 1, for each prompt.
     stop_token_ids: each ends the text and is part of it; the target's own if left out, () for none.
     block_size: rows that the target verifies a round, 2 up to the drafter's; `default_block_size` if left out.
-    on_tokens: called with each list of token ids as soon as they are certain.
+    sampling: draws tokens from the target's distribution; greedy if left out.
+    compile: runs the drafter through torch.compile. The first rounds take longer, by the compiler's time.
+    on_tokens: called with each list of token ids as soon as they are certain; for a list of prompts with the prompt's
+        number as second argument.
     profile: waits for the device after each phase, for true seconds a phase on any device; slower where that matters.
 
-    The tokens are those of `greedy_generate`, as far as the target's choices do not depend on how many rows it scores at
-    once: in float32 a difference takes two tokens whose logits agree to rounding; in bfloat16 it is common.
+    Returns a GenerationResult, or a list of them for a list of prompts. Greedy tokens are those of `greedy_generate`, as far
+    as the target's choices do not depend on how many rows it scores at once: in float32 a difference takes two tokens whose
+    logits agree to rounding; in bfloat16 it is common. Sampled tokens have the distribution that the target alone has.
     Raises ValueError, naming the argument, for what cannot be decoded. All state is the call's own: after an error or an
     interrupt, target and drafter are as before.
     """
-    device = _check_request(target, input_ids, max_new_tokens)
-    _check_pair(target, drafter, device)
-    if block_size is None:
-        block_size = default_block_size(drafter, target)
-    block_size = _check_block_size(drafter, block_size)
-    text = _Text(target, max_new_tokens, stop_token_ids, on_tokens)
-    stats = GenerationStats(prompt_tokens=input_ids.shape[1], block_size=block_size)
-    watch = _Stopwatch(stats, device if profile else None)
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    single = isinstance(input_ids, Tensor)
+    prompts = [input_ids] if single else list(input_ids)
+    if not prompts:
+        raise argument_error("input_ids", "at least one prompt", "an empty list")
+    for number, prompt in enumerate(prompts):
+        check_prompt(target, prompt, "input_ids" if single else f"input_ids[{number}]")
+    decoder = Decoder(
+        target,
+        drafter,
+        min(len(prompts), MAX_LANES),
+        block_size=block_size,
+        sampling=sampling,
+        stop_token_ids=stop_token_ids,
+        compile=compile,
+    )
+    texts = [
+        Text(
+            decoder.stops,
+            decoder.block_size,
+            prompt.shape[1],
+            max_new_tokens,
+            on_tokens if single or on_tokens is None else functools.partial(_call_swapped, on_tokens, number),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    watch = Stopwatch(decoder.device if profile else None)
+    waiting, running = deque(zip(prompts, texts, strict=True)), dict[int, Text]()
+    while waiting or running:
+        for lane in range(decoder.lanes):
+            if waiting and lane not in running:
+                prompt, running[lane] = waiting.popleft()
+                decoder.reset(lane)
+                watch.start(running[lane].stats)
+                running[lane].add([decoder.prefill(lane, prompt, max_new_tokens, watch)])
+                watch.lap("prefill")
+                watch.start(*(text.stats for text in running.values()))
+        running = {lane: text for lane, text in running.items() if not text.finish_reason}
+        if running:
+            new = decoder.round(max(text.remaining for text in running.values()), watch)
+            for lane, text in running.items():
+                text.stats.acceptance_lengths.append(text.add(new[lane]))
+            watch.lap("other")
+            watch.start(*(text.stats for text in running.values() if not text.finish_reason))
+    results = [text.result() for text in texts]
+    return results[0] if single else results
 
-    draft_cache = drafter.make_cache()
-    target_cache = _make_cache(target)
-    target_cache.activate_past_recording()  # without it a sliding window could not give back rejected tokens
-    for piece in input_ids.split(PREFILL_TOKENS, dim=1):
-        scored = target(piece, past_key_values=target_cache, use_cache=True, output_hidden_states=True, **_last_logits(target))
-        target_cache.crop(0)  # nothing to give back: a sliding window lets go of what it no longer needs
-        watch.lap("prefill")
-        drafter.prefill_context(draft_cache, drafter.context_features(scored.hidden_states))
-        watch.lap("commit")
-    anchor = scored.logits[:, -1:].argmax(-1)  # [1, 1]
-    text.add(anchor[0].tolist())
-    watch.lap("prefill")
 
-    while not text.finish_reason:
-        rows = min(block_size, text.remaining)  # no round can use more
-        block = anchor
+class Decoder:
+    """A target and its drafter in step, on 1..4 lanes. `generate` and `Session` are loops around it.
+
+    Of each lane, both have read the same tokens: all of its text but the newest token, the anchor. Arguments are those of
+    `generate`; the methods run in inference mode.
+
+    remaining  int32 [lanes], on the device: how many tokens each lane may still take, 0 where its text has ended.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: DFlashDraftModel,
+        lanes: int = 1,
+        *,
+        block_size: int | None = None,
+        sampling: Sampling | None = None,
+        stop_token_ids: Iterable[int] | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.device = _check_pair(target, drafter)
+        self.stops = _stop_tokens(target) if stop_token_ids is None else _checked_stop_tokens(stop_token_ids)
+        self.drafter, self.lanes, self.sampling = drafter, lanes, sampling
+        self.block_size = _check_block_size(drafter, default_block_size(drafter, target) if block_size is None else block_size)
+        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        self.target, self.cache = TargetLanes(target, lanes), drafter.make_cache(lanes)
+        self.anchors = torch.zeros(lanes, 1, dtype=torch.int64, device=self.device)
+        self.remaining = torch.zeros(lanes, dtype=torch.int32, device=self.device)
+        self.stop_ids = torch.tensor(sorted(self.stops), dtype=torch.int64, device=self.device)
+        self.features: Tensor | None = None  # of the tokens that the last round read, [lanes, rows, hidden]
+        self._draft, self._propose = self._draft_block, self._propose_tokens
+        if compile:
+            self._draft = torch.compile(self._draft, fullgraph=True)
+            if sampling is None:  # a random generator would break the graph
+                self._propose = torch.compile(self._propose, fullgraph=True)
+
+    def reset(self, lane: int) -> None:
+        """Empties a lane; the others go on."""
+        self.target.lengths[lane] = 0
+        self.cache.reset(lane)
+
+    def prefill(
+        self, lane: int, ids: Tensor, max_new_tokens: int, watch: "Stopwatch", features: list[Tensor] | None = None
+    ) -> int:
+        """Reads ids [1, N] after a lane's tokens and returns the first new one, of `max_new_tokens` that it may take.
+
+        features: takes what the drafter keeps of the tokens, [1, n, hidden] each.
+        """
+        ring = self.cache.lane(lane)
+        for piece in ids.split(PREFILL_TOKENS, dim=1):
+            scored = self.target.read(piece, lane=lane, **_last_logits(self.target.model))
+            watch.lap("prefill")
+            context = self.drafter.context_features(scored.hidden_states)
+            self.drafter.prefill_context(ring, context)
+            self.target.keep([piece.shape[1] if other == lane else 0 for other in range(self.lanes)])
+            if features is not None:
+                features.append(context)
+            watch.lap("commit")
+        logits = scored.logits[:, -1]
+        self.anchors[lane] = (
+            logits.argmax(-1) if self.sampling is None else self.sampling.draw(self.sampling.probabilities(logits))
+        )
+        (token,) = self.anchors[lane].tolist()
+        self.remaining[lane] = 0 if token in self.stops else max_new_tokens - 1
+        return token
+
+    def round(self, most: int, watch: "Stopwatch") -> list[list[int]]:
+        """Drafts and verifies a block of each lane; returns the new tokens of each, none of a lane that has ended.
+
+        most: the largest of `remaining`, at least 1, which the host knows.
+        """
+        rows = min(self.block_size, most)  # no lane can use more
+        block = self.anchors
         if rows > 1:
-            hidden = drafter(drafter.embed_block(embedding, anchor[0], block_size), draft_cache)
+            hidden = self._draft()
             watch.lap("draft")
-            block = torch.cat([anchor, drafter.propose(hidden[:, 1:rows], anchor[0], head)], dim=1)
+            drafts = self._propose(hidden).first(rows - 1)
+            block = torch.cat([block, drafts.token_ids], dim=1)
             watch.lap("propose")
 
-        scored = target(block, past_key_values=target_cache, use_cache=True, output_hidden_states=rows > 1)
-        choices = scored.logits.argmax(-1)  # [1, rows]: what the target puts after each row
-        counts = 1 + (block[:, 1:] == choices[:, :-1]).int().cumprod(1).sum(1, dtype=torch.int32)  # [1]
-        watch.lap("verify")
-        if rows > 1:  # one row: the text ends here
-            # The anchor and the accepted drafts are certain and read by the target. The next anchor is not read yet.
-            drafter.commit_context(draft_cache, drafter.context_features(scored.hidden_states), counts)
-            watch.lap("commit")
-        # The round's one read. Accepted drafts equal the choices before them, so these are all the new tokens.
-        count, *tokens = torch.cat([counts, choices[0]]).tolist()
-        watch.lap("verify")
+        scored = self.target.read(block, lengths=self.cache.token_counts)
+        if self.sampling is None:
+            tokens = scored.logits.argmax(-1)  # [lanes, rows]: what the target puts after each row
+            accepted = (block[:, 1:] == tokens[:, :-1]).cumprod(1).sum(1)
+        elif rows > 1:
+            accepted, following = verify(self.sampling, drafts, scored.logits)
+            tokens = F.pad(block[:, 1:], (0, 1)).scatter(1, accepted[:, None], following[:, None])
+        else:
+            tokens = self.sampling.draw(self.sampling.probabilities(scored.logits))
+            accepted = tokens.new_zeros(self.lanes)
 
-        stats.acceptance_lengths.append(text.add(tokens[:count]))
-        target_cache.crop(count - rows)
-        anchor = choices[:, count - 1 : count]
-        watch.lap("other")
-    return text.result(stats)
+        # A lane takes the accepted drafts and the token after them, up to its first stop token and what remains to it.
+        going_on = ~(tokens[..., None] == self.stop_ids).any(-1)
+        counts = torch.minimum(accepted, going_on.cumprod(1).sum(1)) + 1
+        counts = torch.minimum(counts, self.remaining).int()
+        last = (counts - 1).clamp(min=0)[:, None].long()
+        self.remaining = (self.remaining - counts) * going_on.gather(1, last).squeeze(1)
+        self.anchors = torch.where(counts[:, None] > 0, tokens.gather(1, last), self.anchors)
+        watch.lap("verify")
+        # The old anchor and the accepted drafts are certain and read by the target. The new anchor is not read yet.
+        self.features = self.drafter.context_features(scored.hidden_states)
+        self.drafter.commit_context(self.cache, self.features, counts)
+        watch.lap("commit")
+
+        result = torch.cat([counts[:, None], tokens], 1).tolist()  # the round's one read
+        new = [taken[1 : 1 + taken[0]] for taken in result]
+        self.target.keep([len(taken) for taken in new])
+        self.cache.longest = max(self.target.lengths)
+        watch.lap("verify")
+        return new
+
+    def _draft_block(self) -> Tensor:
+        block = self.drafter.embed_block(self.embedding, self.anchors[:, 0], self.block_size)
+        return self.drafter(block, self.cache)[:, 1:]
+
+    def _propose_tokens(self, hidden: Tensor) -> Drafts:
+        if self.sampling is None:
+            return Drafts(self.drafter.propose(hidden, self.anchors[:, 0], self.head))
+        return self.drafter.sample(hidden, self.anchors[:, 0], self.head, self.sampling)
 
 
 @torch.inference_mode()
@@ -167,13 +297,14 @@ def greedy_generate(
     profile: bool = False,
 ) -> GenerationResult:
     """Continues one prompt with the target's greedy choices, one a forward. Arguments and errors are those of `generate`."""
-    device = _check_request(target, input_ids, max_new_tokens)
-    text = _Text(target, max_new_tokens, stop_token_ids, on_tokens)
-    stats = GenerationStats(prompt_tokens=input_ids.shape[1], block_size=1)
-    watch = _Stopwatch(stats, device if profile else None)
+    device = check_prompt(target, input_ids, "input_ids")
+    stops = _stop_tokens(target) if stop_token_ids is None else _checked_stop_tokens(stop_token_ids)
+    text = Text(stops, 1, input_ids.shape[1], max_new_tokens, on_tokens)
+    watch = Stopwatch(device if profile else None)
+    watch.start(text.stats)
 
     last_logits = _last_logits(target)
-    cache = _make_cache(target)
+    cache = transformers_cache(target)
     for piece in input_ids.split(PREFILL_TOKENS, dim=1):
         scored = target(piece, past_key_values=cache, use_cache=True, **last_logits)
     token = scored.logits[:, -1:].argmax(-1)  # [1, 1]
@@ -184,12 +315,12 @@ def greedy_generate(
         token = target(token, past_key_values=cache, use_cache=True, **last_logits).logits[:, -1:].argmax(-1)
         tokens = token[0].tolist()
         watch.lap("verify")
-        stats.acceptance_lengths.append(text.add(tokens))
+        text.stats.acceptance_lengths.append(text.add(tokens))
         watch.lap("other")
-    return text.result(stats)
+    return text.result()
 
 
-def default_block_size(drafter: DFlash2DraftModel, target: Target) -> int:
+def default_block_size(drafter: DFlashDraftModel, target: Target) -> int:
     """Rows to verify a round that suit the target's device and dtype: never more than the drafter was trained for."""
     if target.device.type != "cpu":
         return drafter.block_size  # a GPU reads its weights once for all rows, and it is these it waits for
@@ -205,70 +336,72 @@ def _has_fast_bfloat16() -> bool:
     return any(features.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16", "sve_bf16"))
 
 
-class _Text:
-    """The new tokens and the rules that end them."""
+def _call_swapped(on_tokens: Callable[[list[int], int], Any], number: int, tokens: list[int]) -> None:
+    on_tokens(tokens, number)
+
+
+class Text:
+    """The new tokens of one prompt and the rules that end them."""
 
     def __init__(
         self,
-        target: Target,
+        stops: set[int],
+        block_size: int,
+        prompt_tokens: int,
         max_new_tokens: int,
-        stop_token_ids: Iterable[int] | None,
         on_tokens: Callable[[list[int]], Any] | None,
     ) -> None:
+        if not is_whole(max_new_tokens) or max_new_tokens < 1:
+            raise argument_error("max_new_tokens", "a whole number of at least 1", max_new_tokens)
         self.token_ids: list[int] = []
-        self.max_new_tokens = max_new_tokens
-        self.stops = _stop_tokens(target) if stop_token_ids is None else _checked_stop_tokens(stop_token_ids)
-        self.on_tokens = on_tokens
+        self.stops, self.max_new_tokens, self.on_tokens = stops, max_new_tokens, on_tokens
         self.finish_reason: Literal["stop", "length"] | None = None
+        self.stats = GenerationStats(prompt_tokens=prompt_tokens, block_size=block_size)
 
     @property
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.token_ids)
 
     def add(self, tokens: list[int]) -> int:
-        """Takes tokens, no more than remain, up to the first that stops the text; says how many."""
-        stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
-        if stop is not None:
-            tokens, self.finish_reason = tokens[: stop + 1], "stop"
-        elif len(tokens) == self.remaining:
-            self.finish_reason = "length"
+        """Takes tokens, no more than remain and only the last of them a stop token; says how many."""
         self.token_ids += tokens
+        if tokens[-1] in self.stops:
+            self.finish_reason = "stop"
+        elif not self.remaining:
+            self.finish_reason = "length"
         if self.on_tokens:
-            self.on_tokens(list(tokens))
+            with torch.inference_mode(False):
+                self.on_tokens(list(tokens))
         return len(tokens)
 
-    def result(self, stats: GenerationStats) -> GenerationResult:
+    def result(self) -> GenerationResult:
         assert self.finish_reason
-        stats.new_tokens = len(self.token_ids)
-        return GenerationResult(self.token_ids, self.finish_reason, stats)
+        self.stats.new_tokens = len(self.token_ids)
+        return GenerationResult(self.token_ids, self.finish_reason, self.stats)
 
 
-class _Stopwatch:
-    """Gives the time since the last lap to a phase of the statistics."""
+class Stopwatch:
+    """Gives the time since the last lap to a phase of the statistics of all texts that are being decoded."""
 
-    def __init__(self, stats: GenerationStats, device: torch.device | None) -> None:
-        self.stats = stats
+    def __init__(self, device: torch.device | None) -> None:
+        self.stats: tuple[GenerationStats, ...] = ()
         self.synchronize = getattr(torch, device.type).synchronize if device and device.type != "cpu" else None
         self.last = time.perf_counter()
+
+    def start(self, *stats: GenerationStats) -> None:
+        self.stats = stats
 
     def lap(self, phase: str) -> None:
         if self.synchronize:
             self.synchronize()
         now = time.perf_counter()
         name = f"{phase}_seconds"
-        setattr(self.stats, name, getattr(self.stats, name) + now - self.last)
+        for stats in self.stats:
+            setattr(stats, name, getattr(stats, name) + now - self.last)
         self.last = now
 
 
 # ---- the target
-
-
-def _make_cache(target: Target) -> Any:
-    try:
-        from transformers import DynamicCache
-    except ImportError as error:
-        raise ImportError("decoding needs transformers: pip install 'torch_dflash2[generate]'") from error
-    return DynamicCache(config=target.config)
 
 
 def _last_logits(target: Target) -> dict[str, int]:
@@ -287,62 +420,61 @@ def _stop_tokens(target: Target) -> set[int]:
 # ---- checks: each raises ValueError with the argument's name, what was expected and what came
 
 
-def _error(name: str, expected: str, got: object) -> ValueError:
+def argument_error(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def _check_request(target: Target, input_ids: Tensor, max_new_tokens: int) -> torch.device:
+def check_prompt(target: Target, ids: Tensor, name: str) -> torch.device:
     """Returns the device of target and prompt."""
     if target.training:
-        raise _error("target", "a model in eval mode (call target.eval())", "one in training mode")
+        raise argument_error("target", "a model in eval mode (call target.eval())", "one in training mode")
     weight = target.get_input_embeddings().weight
-    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
-        got = getattr(input_ids, "dtype", type(input_ids).__name__)
-        raise _error("input_ids", "an int64 or int32 tensor [1, N]", got)
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-        shape = list(input_ids.shape)
-        raise _error("input_ids", "one prompt, [1, N]; batches are not supported yet", shape)
-    if input_ids.shape[1] == 0:
-        raise _error("input_ids", "a prompt of at least one token, [1, N]", "an empty prompt, [1, 0]")
-    if input_ids.device != weight.device:
-        raise _error("input_ids", f"a tensor on the target's device, {weight.device}", input_ids.device)
-    low, high = torch.stack(input_ids.aminmax()).tolist()
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        raise argument_error(name, "an int64 or int32 tensor [1, N]", getattr(ids, "dtype", type(ids).__name__))
+    if ids.dim() != 2 or ids.shape[0] != 1:
+        raise argument_error(name, "one prompt, [1, N], or for `generate` a list of them", list(ids.shape))
+    if ids.shape[1] == 0:
+        raise argument_error(name, "a prompt of at least one token, [1, N]", "an empty prompt, [1, 0]")
+    if ids.device != weight.device:
+        raise argument_error(name, f"a tensor on the target's device, {weight.device}", ids.device)
+    low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= weight.shape[0]:
-        raise _error("input_ids", f"token ids in 0..{weight.shape[0] - 1}", f"ids from {low} to {high}")
-    if not _is_int(max_new_tokens) or max_new_tokens < 1:
-        raise _error("max_new_tokens", "a whole number of at least 1", max_new_tokens)
+        raise argument_error(name, f"token ids in 0..{weight.shape[0] - 1}", f"ids from {low} to {high}")
     return weight.device
 
 
-def _check_pair(target: Target, drafter: DFlash2DraftModel, device: torch.device) -> None:
+def _check_pair(target: Target, drafter: DFlashDraftModel) -> torch.device:
+    """Returns the device of both."""
     vocabulary, hidden_size = target.get_input_embeddings().weight.shape
+    device = target.get_input_embeddings().weight.device
     layers = target.config.get_text_config().num_hidden_layers
     config = drafter.config
     if drafter.device != device:
-        raise _error("drafter", f"a model on the target's device, {device}", drafter.device)
+        raise argument_error("drafter", f"a model on the target's device, {device}", drafter.device)
     if target.get_output_embeddings() is None:
-        raise _error("target", "a model with an output head", type(target).__name__)
+        raise argument_error("target", "a model with an output head", type(target).__name__)
     if config.hidden_size != hidden_size:
-        raise _error("drafter", f"the target's hidden size, {hidden_size}", config.hidden_size)
+        raise argument_error("drafter", f"the target's hidden size, {hidden_size}", config.hidden_size)
     if config.vocab_size != vocabulary:
-        raise _error("drafter", f"the target's vocabulary, {vocabulary} tokens", config.vocab_size)
+        raise argument_error("drafter", f"the target's vocabulary, {vocabulary} tokens", config.vocab_size)
     if max(drafter.target_layer_ids) >= layers:
         got = f"target_layer_ids {list(drafter.target_layer_ids)}"
-        raise _error("drafter", f"taps on the target's layers, 0..{layers - 1}", got)
+        raise argument_error("drafter", f"taps on the target's layers, 0..{layers - 1}", got)
+    return device
 
 
-def _check_block_size(drafter: DFlash2DraftModel, block_size: int) -> int:
-    if not _is_int(block_size) or not 2 <= block_size <= drafter.block_size:
-        raise _error("block_size", f"a whole number in 2..{drafter.block_size}, the size trained for", block_size)
+def _check_block_size(drafter: DFlashDraftModel, block_size: int) -> int:
+    if not is_whole(block_size) or not 2 <= block_size <= drafter.block_size:
+        raise argument_error("block_size", f"a whole number in 2..{drafter.block_size}, the size trained for", block_size)
     return block_size
 
 
 def _checked_stop_tokens(stop_token_ids: Iterable[int]) -> set[int]:
     stops = list(stop_token_ids) if isinstance(stop_token_ids, Iterable) else [None]
-    if isinstance(stop_token_ids, (str, bytes)) or not all(_is_int(token) and token >= 0 for token in stops):
-        raise _error("stop_token_ids", "token ids, as a list of whole numbers", repr(stop_token_ids))
+    if isinstance(stop_token_ids, (str, bytes)) or not all(is_whole(token) and token >= 0 for token in stops):
+        raise argument_error("stop_token_ids", "token ids, as a list of whole numbers", repr(stop_token_ids))
     return {int(token) for token in stops}
 
 
-def _is_int(value: object) -> bool:
+def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -51,12 +51,15 @@ class Drafts:
     """Drafts of N rows and what they were drawn from.
 
     token_ids int64 [B, N]. probabilities float32 [B, N, K], of the tokens `candidates` [B, N, K], or of the whole
-    vocabulary where candidates is None.
+    vocabulary where candidates is None; None for greedy drafts.
     """
 
     token_ids: Tensor
-    probabilities: Tensor
+    probabilities: Tensor | None = None
     candidates: Tensor | None = None
+
+    def first(self, rows: int) -> "Drafts":
+        return Drafts(*(x if x is None else x[:, :rows] for x in (self.token_ids, self.probabilities, self.candidates)))
 
 
 def verify(sampling: Sampling, drafts: Drafts, target_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,6 +68,7 @@ def verify(sampling: Sampling, drafts: Drafts, target_logits: Tensor) -> tuple[T
     target_logits [B, N + 1, vocabulary], row i for what follows the anchor and i drafts. Returns how many drafts stay,
     int64 [B] in 0..N, and the next token's id, int64 [B].
     """
+    assert drafts.probabilities is not None
     target = sampling.probabilities(target_logits)
     tokens = drafts.token_ids[..., None]
     p = target[:, :-1].gather(-1, tokens).squeeze(-1)

@@ -1,0 +1,186 @@
+"""The target model and what it has read of each lane's text.
+
+transformers' own cache holds texts of one length and gives back tokens from the end of all of them. Here every lane has a
+length of its own, and giving tokens back is no more than remembering a smaller one: what lies beyond is overwritten.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Target = Any  # a transformers.PreTrainedModel with an output head
+
+GROWTH = 256  # tokens: keys and values are kept in buffers whose length is a multiple of this
+
+
+def transformers_cache(target: Target) -> Any:
+    """A transformers cache for one text, with the kinds of layers that the target has."""
+    try:
+        from transformers import DynamicCache
+    except ImportError as error:
+        raise ImportError("decoding needs transformers: pip install 'torch_dflash2[generate]'") from error
+    return DynamicCache(config=target.config)
+
+
+class TargetLanes:
+    """A target and, for each of its lanes, the tokens it has read.
+
+    lengths  tokens that count of each lane. `read` leaves them; `keep` moves them on.
+
+    One lane takes any target that transformers can roll back. More than one, `fork` and `rewind` take targets of full and
+    sliding attention only. Raises ValueError for others.
+    """
+
+    def __init__(self, model: Target, lanes: int) -> None:
+        self.model, self.lanes = model, lanes
+        self.lengths = [0] * lanes
+        cache = transformers_cache(model)
+        self.rewinds = _is_attention_only(model, cache)
+        if self.rewinds:
+            self.layers = [_Layer(self, getattr(layer, "sliding_window", None)) for layer in cache.layers]
+            cache.layers = [_cache_layer_class()(self, layer) for layer in self.layers]
+        elif lanes > 1:
+            raise ValueError(
+                f"target: expected full and sliding attention only to decode several prompts at once, got {_kinds(model)}"
+            )
+        else:
+            cache.activate_past_recording()  # without it a sliding window could not give back rejected tokens
+        if lanes > 1:
+            _check_takes_masks(model)
+        self.cache = cache
+        self.lane: int | None = 0  # the one that is being read, None for all
+        self.positions: Tensor | None = None  # [lanes, tokens] that are being read
+        self.unkept = 0  # tokens read since the last keep
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, *, lane: int | None = None, lengths: Tensor | None = None, **options: Any) -> Any:
+        """Reads tokens after each lane's own, and returns the model's output: logits and hidden states.
+
+        ids: [lanes, R], or [1, R] of one `lane`. lengths: self.lengths as int32 [lanes] on the device, needed for all lanes.
+        """
+        self.lane = 0 if self.lanes == 1 else lane
+        if self.lane is None:
+            assert lengths is not None
+            self.positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+            options |= {"position_ids": self.positions, "attention_mask": self._masks()}
+        self.unkept = ids.shape[1]
+        return self.model(ids, past_key_values=self.cache, use_cache=True, output_hidden_states=True, **options)
+
+    def keep(self, counts: list[int]) -> None:
+        """Of what was just read, each lane keeps its first tokens. For one lane of many, the others' counts are 0."""
+        if not self.rewinds:
+            self.cache.crop(counts[0] - self.unkept)  # 0 too: a sliding window lets go of what it no longer needs
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def rewind(self, lane: int, length: int) -> None:
+        """Forgets all but a lane's first `length` tokens."""
+        if not self.rewinds:
+            raise ValueError(f"target: expected full and sliding attention only to go back in a text, got {_kinds(self.model)}")
+        self.lengths = [length if lane == other else kept for other, kept in enumerate(self.lengths)]
+
+    def fork(self) -> "TargetLanes":
+        """A copy with keys and values of its own, of the same model."""
+        if not self.rewinds:
+            raise ValueError(f"target: expected full and sliding attention only to fork a text, got {_kinds(self.model)}")
+        other = TargetLanes(self.model, self.lanes)
+        other.lengths = list(self.lengths)
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            theirs.buffers = tuple(buffer.clone() for buffer in ours.buffers)
+        return other
+
+    def _masks(self) -> Tensor | dict[str, Tensor]:
+        """To be added to the scores, [lanes, 1, tokens, slots]: a token sees those of its lane up to itself."""
+        assert self.positions is not None
+        slots = torch.arange(max(self.lengths) + self.positions.shape[1], device=self.positions.device)
+        ages = self.positions[:, None, :, None] - slots
+        dtype = self.model.dtype
+
+        def mask(window: int | None) -> Tensor:
+            hidden = (ages < 0) if window is None else (ages < 0) | (ages >= window)
+            return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+        windows = {layer.window for layer in self.layers}
+        if len(windows) == 1:
+            return mask(windows.pop())
+        kinds = self.model.config.get_text_config(decoder=True).layer_types
+        return {kind: mask(layer.window) for kind, layer in dict(zip(kinds, self.layers, strict=True)).items()}
+
+
+class _Layer:
+    """Keys and values of one layer, each [lanes, heads, slots, head size]: token number t of a lane is in slot t."""
+
+    def __init__(self, target: TargetLanes, window: int | None) -> None:
+        self.target, self.window = target, window
+        self.buffers: tuple[Tensor, ...] = ()
+
+    def update(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Takes keys and values of the tokens being read, [lanes or 1, heads, tokens, head size]; returns all so far."""
+        target, tokens = self.target, new[0].shape[2]
+        self._grow(max(target.lengths) + tokens, new)
+        if target.lane is not None:
+            start = target.lengths[target.lane]
+            seen = tuple(buffer[target.lane : target.lane + 1, :, : start + tokens] for buffer in self.buffers)
+            for those, these in zip(seen, new, strict=True):
+                those[:, :, start:] = these
+            return seen
+        lane = torch.arange(target.lanes, device=new[0].device)[:, None]
+        for buffer, these in zip(self.buffers, new, strict=True):
+            buffer[lane, :, target.positions] = these.transpose(1, 2)
+        return tuple(buffer[:, :, : max(target.lengths) + tokens] for buffer in self.buffers)
+
+    def _grow(self, slots: int, like: tuple[Tensor, ...]) -> None:
+        held = self.buffers[0].shape[2] if self.buffers else 0
+        if slots <= held:
+            return
+        slots = -(-max(slots, held + held // 2) // GROWTH) * GROWTH
+        grown = tuple(x.new_zeros(self.target.lanes, x.shape[1], slots, x.shape[3]) for x in like)
+        for buffer, old in zip(grown, self.buffers, strict=False):
+            buffer[:, :, :held] = old
+        self.buffers = grown
+
+
+@functools.cache
+def _cache_layer_class() -> type:
+    """A _Layer as transformers wants it; made late, since transformers is imported late."""
+    from transformers.cache_utils import DynamicLayer
+
+    class LaneLayer(DynamicLayer):
+        def __init__(self, target: TargetLanes, layer: _Layer) -> None:
+            super().__init__()
+            self.target, self.layer = target, layer
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            return self.layer.update(key_states, value_states)
+
+        def get_seq_length(self) -> int:  # of the one lane that is being read; the masks of several are our own
+            return self.target.lengths[self.target.lane or 0]
+
+    return LaneLayer
+
+
+def _kinds(model: Target) -> str:
+    return ", ".join(sorted(set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["other layers"])))
+
+
+def _is_attention_only(model: Target, cache: Any) -> bool:
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return bool(cache.layers) and plain and "chunked_attention" not in kinds
+
+
+def _check_takes_masks(model: Target) -> None:
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"target: expected attn_implementation sdpa or eager to decode several prompts at once, got {attention}"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            "target: expected a model whose forward takes position_ids to decode several prompts at once, "
+            f"got {type(model).__name__}"
+        )
