@@ -43,11 +43,11 @@ def pack_attention(ring_keys, ring_values, queries, keys, values, lengths, posit
     return packed_queries, packed(ring_keys, keys), packed(ring_values, values)
 
 
-def fill_attention_mask(lengths, q_heads, rows, window):
+def fill_attention_mask(lengths, q_heads, rows, window, causal=False):
     mask = np.full((len(lengths), q_heads, rows, window - 1 + rows), 0xFF80, np.uint16)
     for b, length in enumerate(lengths.tolist()):
         for j in range(rows):
-            mask[b, :, j, :rows] = 0
+            mask[b, :, j, : j + 1 if causal else rows] = 0
             for age in range(window - 1):
                 if age < length and j + 1 + age < window:
                     mask[b, :, j, rows + age] = 0

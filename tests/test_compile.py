@@ -19,10 +19,13 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("op", CALLS)
-def test_opcheck(device, op):
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [(op, {}) for op in CALLS] + [(op, {"causal": True}) for op in ("fill_attention_mask", "fill_attention_mask.out")],
+)
+def test_opcheck(device, op, options):
     call, valid = CALLS[op]
-    arguments = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in valid().items()}
+    arguments = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in (valid() | options).items()}
     keyword_only = {a.name for a in call._schema.arguments if a.kwarg_only}
     args = tuple(v for n, v in arguments.items() if n not in keyword_only)
     kwargs = {n: v for n, v in arguments.items() if n in keyword_only}
@@ -80,11 +83,12 @@ def test_dynamic_numbers_do_not_recompile(device):
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     lengths = int32(3, 50).to(device)
     compiled = torch.compile(
-        lambda heads, rows, window: ops.fill_attention_mask(lengths, heads, rows, window) + 0,
+        lambda heads, rows, window: ops.fill_attention_mask(lengths, heads, rows, window, causal=True) + 0,
         backend=graphs, fullgraph=True, dynamic=True,
     )  # fmt: skip
     for heads, rows, window in [(4, 3, 9), (8, 5, 12), (6, 8, 33), (32, 16, 17)]:
-        assert torch.equal(compiled(heads, rows, window), ops.fill_attention_mask(lengths, heads, rows, window))
+        want = ops.fill_attention_mask(lengths, heads, rows, window, causal=True)
+        assert torch.equal(compiled(heads, rows, window), want)
     assert graphs.frame_count == 1
 
 

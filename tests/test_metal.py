@@ -272,9 +272,10 @@ def test_every_thread_runs_under_a_small_pipeline_limit(limit):
         torch.ops.dflash2.pack_attention.out(*arguments, packed_queries=pq, packed_keys=pk, packed_values=pv)
         assert_bits([pq, pk, pv], oracle.pack_attention(*inputs))
         lengths = int32(3, 9)
-        mask = torch.full((2, 4, 5, 21), -77.0, dtype=torch.bfloat16, device="mps")
-        torch.ops.dflash2.fill_attention_mask.out(lengths.to("mps"), 4, 5, 17, mask=mask)
-        assert_bits([mask], [oracle.fill_attention_mask(lengths, 4, 5, 17)])
+        for causal in (False, True):
+            mask = torch.full((2, 4, 5, 21), -77.0, dtype=torch.bfloat16, device="mps")
+            torch.ops.dflash2.fill_attention_mask.out(lengths.to("mps"), 4, 5, 17, causal=causal, mask=mask)
+            assert_bits([mask], [oracle.fill_attention_mask(lengths, 4, 5, 17, causal)])
         commit = commit_inputs(2, 2, 256, 16, 17)
         on_mps = on("mps", commit)
         torch.ops.dflash2.commit_kv(*on_mps)

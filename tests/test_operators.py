@@ -116,6 +116,12 @@ def test_rows_of_a_full_window_of_eight_see_seven_six_five_and_four(device):
     assert (mask[0, 0, :, 4:] == 0).sum(-1).tolist() == [7, 6, 5, 4] and (mask[..., :4] == 0).all()
 
 
+def test_a_causal_row_sees_the_history_and_the_block_up_to_itself(device):
+    mask = ops.fill_attention_mask(int32(2).to(device), 1, 3, 8, causal=True)
+    assert (mask[0, 0, :, :3] == 0).tolist() == [[True, False, False], [True, True, False], [True] * 3]
+    assert torch.equal(mask[..., 3:], ops.fill_attention_mask(int32(2).to(device), 1, 3, 8)[..., 3:])
+
+
 # ---- random geometries against numpy
 
 
@@ -129,13 +135,13 @@ def test_pack_attention(device, g, dtype, seed):
 
 
 @settings(max_examples=25, deadline=None)
-@given(geometry(), st.integers(0, 2**31))
-def test_fill_attention_mask(device, g, seed):
+@given(geometry(), st.booleans(), st.integers(0, 2**31))
+def test_fill_attention_mask(device, g, causal, seed):
     lanes, q_heads, _, _, rows, window = g
     lengths = torch.randint(-2, 2 * window, (lanes,), generator=torch.Generator().manual_seed(seed)).int()
-    want = oracle.fill_attention_mask(lengths, q_heads, rows, window)
-    assert_bits([ops.fill_attention_mask(lengths.to(device), q_heads, rows, window)], [want])
-    assert_bits([torch_dflash2.reference.fill_attention_mask(lengths.to(device), q_heads, rows, window)], [want])
+    want = oracle.fill_attention_mask(lengths, q_heads, rows, window, causal)
+    for fill in (ops.fill_attention_mask, torch_dflash2.reference.fill_attention_mask):
+        assert_bits([fill(lengths.to(device), q_heads, rows, window, causal=causal)], [want])
 
 
 @settings(max_examples=25, deadline=None)
@@ -267,11 +273,13 @@ def test_pack_attention_out_writes_its_outputs_and_nothing_else(device, margin):
         assert_margins(whole, m)
 
 
+@pytest.mark.parametrize("causal", [None, False, True])
 @pytest.mark.parametrize("margin", [64, 1])
-def test_fill_attention_mask_out_writes_the_mask_and_nothing_else(device, margin):
+def test_fill_attention_mask_out_writes_the_mask_and_nothing_else(device, margin, causal):
     whole, mask, margin = canvas((2, 3, 4, 12), torch.bfloat16, device, margin=margin)
-    assert ops.fill_attention_mask.out(int32(3, 100).to(device), 3, 4, 9, mask=mask) is None
-    assert_bits([mask], [oracle.fill_attention_mask(int32(3, 100), 3, 4, 9)])
+    options = {} if causal is None else {"causal": causal}
+    assert ops.fill_attention_mask.out(int32(3, 100).to(device), 3, 4, 9, **options, mask=mask) is None
+    assert_bits([mask], [oracle.fill_attention_mask(int32(3, 100), 3, 4, 9, bool(causal))])
     assert_margins(whole, margin)
 
 

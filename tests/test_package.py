@@ -102,3 +102,28 @@ def test_the_readme_example_of_the_operators_runs():
     names: dict = {}
     exec(example, names)
     assert names["out"].shape == (1, 8, 8, 128) and names["tokens"].tolist() == [3]
+
+
+def test_devices_without_kernels_run_the_reference_and_its_options():
+    """The path of CUDA tensors, taken by CPU tensors."""
+    code = """
+import torch, torch_dflash2
+from torch_dflash2 import _library, reference
+ops, lengths = torch.ops.dflash2, torch.tensor([3, 9], dtype=torch.int32)
+want = {causal: ops.fill_attention_mask(lengths, 1, 3, 8, causal=causal) for causal in (False, True)}
+plain, calls = reference.fill_attention_mask, []
+reference.fill_attention_mask = lambda *args, **options: calls.append(options) or plain(*args, **options)
+_library._register_reference("CPU")
+assert torch.equal(ops.fill_attention_mask(lengths, 1, 3, 8), want[False])
+for causal, mask in want.items():
+    assert torch.equal(ops.fill_attention_mask(lengths, 1, 3, 8, causal=causal), mask)
+    written = torch.empty_like(mask)
+    ops.fill_attention_mask.out(lengths, 1, 3, 8, causal=causal, mask=written)
+    assert torch.equal(written, mask)
+assert [options.get("causal", False) for options in calls] == [False, False, False, True, True]
+try:
+    ops.fill_attention_mask(lengths, 1, 17, 32, causal=True)
+except RuntimeError as error:
+    print(error)
+"""
+    assert "rows: expected a number in 2..16, got 17" in run("-W", "ignore", "-c", code, cwd=ROOT)

@@ -60,24 +60,25 @@ def _register_reference(device_key: str) -> None:
 
     def check(op, args, kwargs) -> None:
         with FakeTensorMode() as fake:
-            fakes = [fake.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            op(*fakes, **{name: fake.from_tensor(tensor) for name, tensor in kwargs.items()})
+            faked = lambda a: fake.from_tensor(a) if isinstance(a, torch.Tensor) else a  # noqa: E731
+            op(*map(faked, args), **{name: faked(a) for name, a in kwargs.items()})
 
     def functional(name: str):
         op, plain = getattr(torch.ops.dflash2, name).default, getattr(reference, name)
 
-        def run(*args):
-            check(op, args, {})
-            return plain(*args)
+        def run(*args, **options):
+            check(op, args, options)
+            return plain(*args, **options)
 
         return run
 
     def out(name: str):
         op, plain = getattr(torch.ops.dflash2, name).out, getattr(reference, name)
 
-        def run(*args, **written):
-            check(op, args, written)
-            results = plain(*args)
+        def run(*args, **kwargs):
+            check(op, args, kwargs)
+            written = {name: a for name, a in kwargs.items() if isinstance(a, torch.Tensor)}
+            results = plain(*args, **{name: a for name, a in kwargs.items() if name not in written})
             for tensor, result in zip(written.values(), results if isinstance(results, tuple) else (results,), strict=True):
                 tensor.copy_(result)
 

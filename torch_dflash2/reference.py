@@ -33,14 +33,19 @@ def pack_attention(
     return queries, packed(ring_keys, current_keys), packed(ring_values, current_values)
 
 
-def fill_attention_mask(cache_lengths: Tensor, q_heads: int, rows: int, window: int) -> Tensor:  # [B, H, R, K] bfloat16
-    """Row j sees the whole block and, of the ring, the tokens of age i with j + 1 + i < window: 0 there, else -inf."""
+def fill_attention_mask(
+    cache_lengths: Tensor, q_heads: int, rows: int, window: int, *, causal: bool = False
+) -> Tensor:  # [B, H, R, K] bfloat16
+    """Row j sees the block and, of the ring, the tokens of age i with j + 1 + i < window: 0 there, else -inf.
+
+    Of the block it sees all rows, or if causal those up to itself.
+    """
     age = torch.arange(window - 1, device=cache_lengths.device)
     row = torch.arange(rows, device=cache_lengths.device)
     seen = (age < cache_lengths[:, None, None]) & (row[:, None] + 1 + age < window)  # [B, R, W - 1]
     block = seen.new_ones(cache_lengths.shape[0], rows, rows)
-    mask = torch.zeros_like(torch.cat([block, seen], dim=2), dtype=torch.bfloat16)
-    mask[:, :, rows:].masked_fill_(~seen, float("-inf"))
+    seen = torch.cat([block.tril() if causal else block, seen], dim=2)
+    mask = torch.zeros_like(seen, dtype=torch.bfloat16).masked_fill_(~seen, float("-inf"))
     return mask[:, None].repeat(1, q_heads, 1, 1)
 
 

@@ -103,7 +103,7 @@ void pack_attention(const Geometry& g, const Pack& b) {
 
 void fill_attention_mask(const Geometry& g, const void* lengths, void* mask) {
   launch(shader::dflash2_fill_attention_mask_bf16_cuda, dim3(g.packed_length(), g.q_heads, g.lanes), {lengths, mask},
-         shader::MaskParams{g.q_heads, g.rows, g.window});
+         shader::MaskParams{g.q_heads, g.rows, g.window, 0});
 }
 
 void commit_kv(const Geometry& g, const Commit& b) {

@@ -113,6 +113,7 @@ struct CpuKernels {
       BFloat16* begin = values + row * packed_length;
       std::fill(begin, begin + g.rows + seen, BFloat16(0.0f));
       std::fill(begin + g.rows + seen, begin + packed_length, BFloat16(-std::numeric_limits<float>::infinity()));
+      if (g.causal) std::fill(begin + j + 1, begin + g.rows, BFloat16(-std::numeric_limits<float>::infinity()));
     });
   }
 

@@ -232,12 +232,12 @@ PackGeometry<Int> check_pack_attention_out(const Tensor& ring_keys, const Tensor
 
 template <class Int>
 MaskGeometry<Int> check_fill_attention_mask(const Tensor& cache_lengths, const Int& q_heads, const Int& rows,
-                                            const Int& window) {
+                                            const Int& window, bool causal) {
   constexpr const char* op = "fill_attention_mask";
   const Argument lengths{"cache_lengths", cache_lengths};
   check_int32(op, lengths);
   check_rank(op, lengths, 1, "[lanes]");
-  const MaskGeometry<Int> g{sizes_of<Int>(cache_lengths)[0], q_heads, rows, window};
+  const MaskGeometry<Int> g{sizes_of<Int>(cache_lengths)[0], q_heads, rows, window, causal};
   check_range<Int>(op, lengths.name, "lanes", g.lanes, 1, kMaxLanes);
   check_range<Int>(op, "q_heads", "a number", g.q_heads, 1, kMaxHeads);
   check_range<Int>(op, "rows", "a number", g.rows, kMinRows, kMaxRows);
@@ -247,9 +247,9 @@ MaskGeometry<Int> check_fill_attention_mask(const Tensor& cache_lengths, const I
 
 template <class Int>
 MaskGeometry<Int> check_fill_attention_mask_out(const Tensor& cache_lengths, const Int& q_heads, const Int& rows,
-                                                const Int& window, const Tensor& mask) {
+                                                const Int& window, bool causal, const Tensor& mask) {
   constexpr const char* op = "fill_attention_mask.out";
-  const auto g = check_fill_attention_mask<Int>(cache_lengths, q_heads, rows, window);
+  const auto g = check_fill_attention_mask<Int>(cache_lengths, q_heads, rows, window, causal);
   const Argument m{"mask", mask};
   check_same_device(op, {"cache_lengths", cache_lengths}, {m});
   check_bfloat16(op, m);
@@ -310,17 +310,17 @@ MaskRowsGeometry<Int> check_set_mask_rows(const Tensor& mask_embedding, const Te
   return g;
 }
 
-#define DFLASH2_INSTANTIATE(Int)                                                                                  \
-  template PackGeometry<Int> check_pack_attention(const Tensor&, const Tensor&, const Tensor&, const Tensor&,     \
-                                                  const Tensor&, const Tensor&, const Tensor&);                   \
-  template PackGeometry<Int> check_pack_attention_out(const Tensor&, const Tensor&, const Tensor&, const Tensor&, \
-                                                      const Tensor&, const Tensor&, const Tensor&, const Tensor&, \
-                                                      const Tensor&, const Tensor&);                              \
-  template MaskGeometry<Int> check_fill_attention_mask(const Tensor&, const Int&, const Int&, const Int&);        \
-  template MaskGeometry<Int> check_fill_attention_mask_out(const Tensor&, const Int&, const Int&, const Int&,     \
-                                                           const Tensor&);                                        \
-  template CommitGeometry<Int> check_commit_kv(const Tensor&, const Tensor&, const Tensor&, const Tensor&,        \
-                                               const Tensor&, const Tensor&);                                     \
+#define DFLASH2_INSTANTIATE(Int)                                                                                    \
+  template PackGeometry<Int> check_pack_attention(const Tensor&, const Tensor&, const Tensor&, const Tensor&,       \
+                                                  const Tensor&, const Tensor&, const Tensor&);                     \
+  template PackGeometry<Int> check_pack_attention_out(const Tensor&, const Tensor&, const Tensor&, const Tensor&,   \
+                                                      const Tensor&, const Tensor&, const Tensor&, const Tensor&,   \
+                                                      const Tensor&, const Tensor&);                                \
+  template MaskGeometry<Int> check_fill_attention_mask(const Tensor&, const Int&, const Int&, const Int&, bool);    \
+  template MaskGeometry<Int> check_fill_attention_mask_out(const Tensor&, const Int&, const Int&, const Int&, bool, \
+                                                           const Tensor&);                                          \
+  template CommitGeometry<Int> check_commit_kv(const Tensor&, const Tensor&, const Tensor&, const Tensor&,          \
+                                               const Tensor&, const Tensor&);                                       \
   template MaskRowsGeometry<Int> check_set_mask_rows(const Tensor&, const Tensor&, const Int&, const Int&);
 
 DFLASH2_INSTANTIATE(int64_t)

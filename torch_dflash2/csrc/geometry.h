@@ -20,6 +20,7 @@ struct PackGeometry {
 template <class Int>
 struct MaskGeometry {
   Int lanes, q_heads, rows, window;
+  bool causal;  // a row sees no later row of its block
   Int packed_length() const { return window - 1 + rows; }
 };
 
@@ -48,11 +49,11 @@ PackGeometry<Int> check_pack_attention_out(const Tensor& ring_keys, const Tensor
 
 template <class Int>
 MaskGeometry<Int> check_fill_attention_mask(const Tensor& cache_lengths, const Int& q_heads, const Int& rows,
-                                            const Int& window);
+                                            const Int& window, bool causal);
 
 template <class Int>
 MaskGeometry<Int> check_fill_attention_mask_out(const Tensor& cache_lengths, const Int& q_heads, const Int& rows,
-                                                const Int& window, const Tensor& mask);
+                                                const Int& window, bool causal, const Tensor& mask);
 
 template <class Int>
 CommitGeometry<Int> check_commit_kv(const Tensor& new_keys, const Tensor& new_values, const Tensor& commit_counts,

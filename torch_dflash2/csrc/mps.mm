@@ -131,7 +131,7 @@ struct MetalKernels {
   }
 
   static void fill_attention_mask(const MaskGeometry<int64_t>& g, const Tensor& cache_lengths, const Tensor& mask) {
-    const MaskParams params{uint32_t(g.q_heads), uint32_t(g.rows), uint32_t(g.window)};
+    const MaskParams params{uint32_t(g.q_heads), uint32_t(g.rows), uint32_t(g.window), g.causal};
     launch("dflash2_fill_attention_mask_bf16",
            MTLSizeMake(NSUInteger(g.packed_length()), NSUInteger(g.q_heads), NSUInteger(g.lanes)),
            {&cache_lengths, &mask}, params);

@@ -47,15 +47,16 @@ struct Operators {
                             *write_positions.expect_contiguous(), packed_queries, packed_keys, packed_values);
   }
 
-  static Tensor fill_attention_mask(const Tensor& cache_lengths, Int q_heads, Int rows, Int window) {
-    const auto g = check_fill_attention_mask<Int>(cache_lengths, q_heads, rows, window);
+  static Tensor fill_attention_mask(const Tensor& cache_lengths, Int q_heads, Int rows, Int window, bool causal) {
+    const auto g = check_fill_attention_mask<Int>(cache_lengths, q_heads, rows, window, causal);
     Tensor mask = empty({g.lanes, g.q_heads, g.rows, g.packed_length()}, cache_lengths.options().dtype(at::kBFloat16));
     Kernels::fill_attention_mask(g, *cache_lengths.expect_contiguous(), mask);
     return mask;
   }
 
-  static void fill_attention_mask_out(const Tensor& cache_lengths, Int q_heads, Int rows, Int window, Tensor mask) {
-    const auto g = check_fill_attention_mask_out<Int>(cache_lengths, q_heads, rows, window, mask);
+  static void fill_attention_mask_out(const Tensor& cache_lengths, Int q_heads, Int rows, Int window, bool causal,
+                                      Tensor mask) {
+    const auto g = check_fill_attention_mask_out<Int>(cache_lengths, q_heads, rows, window, causal, mask);
     Kernels::fill_attention_mask(g, *cache_lengths.expect_contiguous(), mask);
   }
 

@@ -17,10 +17,13 @@ TORCH_LIBRARY(dflash2, m) {
       "Tensor current_values, Tensor cache_lengths, Tensor write_positions, *, "
       "Tensor(a!) packed_queries, Tensor(b!) packed_keys, Tensor(c!) packed_values) -> ()",
       kTags);
-  m.def("fill_attention_mask(Tensor cache_lengths, SymInt q_heads, SymInt rows, SymInt window) -> Tensor", kTags);
   m.def(
-      "fill_attention_mask.out(Tensor cache_lengths, SymInt q_heads, SymInt rows, SymInt window, *, Tensor(a!) mask) "
-      "-> ()",
+      "fill_attention_mask(Tensor cache_lengths, SymInt q_heads, SymInt rows, SymInt window, *, bool causal=False) "
+      "-> Tensor",
+      kTags);
+  m.def(
+      "fill_attention_mask.out(Tensor cache_lengths, SymInt q_heads, SymInt rows, SymInt window, *, bool causal=False, "
+      "Tensor(a!) mask) -> ()",
       kTags);
   m.def(
       "commit_kv(Tensor new_keys, Tensor new_values, Tensor commit_counts, Tensor write_positions, "

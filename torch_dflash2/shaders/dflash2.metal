@@ -200,7 +200,7 @@ kernel void dflash2_fill_attention_mask_bf16(device const int* cache_lengths [[b
   const bool committed = !in_block && int(column - p.rows) < cache_lengths[lane];
   ulong index = (ulong(lane) * p.q_heads + thread_position.y) * p.rows * packed_length + column;
   for (uint row = 0; row < p.rows; ++row, index += packed_length) {
-    const bool seen = in_block || (committed && row + 1 + column - p.rows < p.window);
+    const bool seen = in_block ? p.causal == 0 || column <= row : committed && row + 1 + column - p.rows < p.window;
     mask[index] = seen ? ushort(0) : kMinusInfinity;
   }
 }

@@ -14,6 +14,7 @@ struct PackParams {
 
 struct MaskParams {
   uint32_t q_heads, rows, window;
+  uint32_t causal;  // a row sees no later row of its block
 };
 
 struct CommitParams {
@@ -26,7 +27,7 @@ struct MaskRowsParams {
 };
 
 #ifndef __METAL_VERSION__
-static_assert(sizeof(PackParams) == 24 && sizeof(MaskParams) == 12 && sizeof(CommitParams) == 20 &&
+static_assert(sizeof(PackParams) == 24 && sizeof(MaskParams) == 16 && sizeof(CommitParams) == 20 &&
                   sizeof(MaskRowsParams) == 8,
               "the shader reads these bytes");
 #endif
