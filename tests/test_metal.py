@@ -198,9 +198,9 @@ def test_first_call_in_a_forked_child_and_a_clean_exit():
 
 FAILURES = {
     "device": "no Metal device",
-    "library": "Metal did not compile the shader: ",
+    "library": "Metal did not compile the shader: failed on request",
     "function": "the Metal library has no kernel dflash2_fill_attention_mask_bf16",
-    "pipeline": "Metal made no pipeline of dflash2_fill_attention_mask_bf16: ",
+    "pipeline": "Metal made no pipeline of dflash2_fill_attention_mask_bf16: failed on request",
     "encoder": "dflash2_fill_attention_mask_bf16: Metal gave no command encoder",
 }
 
@@ -219,10 +219,7 @@ def test_what_metal_refuses_reaches_the_user_and_the_next_call_tries_again(what)
                 print(e)
         torch.ops.dflash2.fill_attention_mask(lengths, 1, 2, 4).cpu()
     """)
-    message = out.splitlines()[0]
-    assert FAILURES[what] in message
-    if FAILURES[what].endswith(": "):  # with Metal's own words
-        assert len(message.split(FAILURES[what])[1]) > 3
+    assert FAILURES[what] in out.splitlines()[0]  # with Metal's own words, "failed on request"
 
 
 def test_a_machine_with_mps_but_without_the_metal_path_says_so():
