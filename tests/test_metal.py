@@ -198,7 +198,7 @@ def test_first_call_in_a_forked_child_and_a_clean_exit():
 
 FAILURES = {
     "device": "no Metal device",
-    "library": "Metal did not compile the shader: failed on request",
+    "library": "Metal did not compile the shader: program_source: failed on request",
     "function": "the Metal library has no kernel dflash2_fill_attention_mask_bf16",
     "pipeline": "Metal made no pipeline of dflash2_fill_attention_mask_bf16: failed on request",
     "encoder": "dflash2_fill_attention_mask_bf16: Metal gave no command encoder",

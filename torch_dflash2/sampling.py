@@ -25,6 +25,15 @@ class Sampling:
     top_k: int = 0
     generator: torch.Generator | None = None
 
+    def __post_init__(self) -> None:
+        for name, fits, expected in (
+            ("temperature", 0 < self.temperature < float("inf"), "a number above 0"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number of at least 0"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """What tokens are drawn from: float32, of the shape of logits [..., vocabulary]."""
         scores = logits.float() / self.temperature
