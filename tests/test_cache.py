@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dflash2 import RingKVCache
+from torch_dflash2 import cache as cache_module
 
 D = 128
 CANARY = np.int16(0x7FD5)  # a NaN that nothing here computes
@@ -21,50 +22,75 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def bits_of(rings):
+    """Of a cache whose layers have one window."""
+    return oracle.bits(torch.stack(list(rings)))
+
+
 def random_tokens(rng, *shape):
     return torch.from_numpy(rng.standard_normal((*shape, D), dtype=np.float32))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_steps():
+    """So that rings of full attention grow often."""
+    growth, cache_module.GROWTH = cache_module.GROWTH, 32
+    yield
+    cache_module.GROWTH = growth
 
 
 class TokenLists:
     """What the cache has to hold: for each lane every token committed, and for each slot the last that was written."""
 
-    def __init__(self, layers, lanes, kv_heads, window):
-        self.layers, self.kv_heads, self.window = layers, kv_heads, window
+    def __init__(self, lanes, kv_heads, windows):
+        self.layers, self.kv_heads, self.windows = len(windows), kv_heads, windows
         self.tokens = [[] for _ in range(lanes)]  # each a [layers, 2, kv_heads, D] of bfloat16 bits
-        self.slots = np.full((layers, 2, lanes, kv_heads, window, D), CANARY)
+        # With full attention all tokens have their own slot, and tokens says what is there.
+        self.slots = [None if w is None else np.full((2, lanes, kv_heads, w, D), CANARY) for w in windows]
 
     def commit(self, lane, new):
         """new: [layers, 2, N, kv_heads, D] float32."""
         for i in range(new.shape[2]):
             token = oracle.to_bfloat16(new[:, :, i]).view(np.int16)
-            self.slots[:, :, lane, :, len(self.tokens[lane]) % self.window] = token
+            for layer, window in enumerate(self.windows):
+                if window is not None:
+                    self.slots[layer][:, lane, :, len(self.tokens[lane]) % window] = token[layer]
             self.tokens[lane].append(token)
 
     def copy(self):
-        other = TokenLists(self.layers, len(self.tokens), self.kv_heads, self.window)
-        other.tokens, other.slots = [list(t) for t in self.tokens], self.slots.copy()
+        other = TokenLists(len(self.tokens), self.kv_heads, self.windows)
+        other.tokens = [list(t) for t in self.tokens]
+        other.slots = [None if s is None else s.copy() for s in self.slots]
         return other
 
-    def history(self, lane):
-        """Newest first, as many as a block may see: [age][layers, 2, kv_heads, D]."""
-        return self.tokens[lane][::-1][: self.window - 1]
+    def fork(self, src, dst):
+        self.tokens[dst] = list(self.tokens[src])
+        for slots in self.slots:
+            if slots is not None:
+                slots[:, dst] = slots[:, src]
 
-    def packed(self, layer, which, current):
+    def history(self, layer, lane):
+        """Newest first, as many as a block may see: [age][layers, 2, kv_heads, D]."""
+        window = self.windows[layer]
+        return self.tokens[lane][::-1][: None if window is None else window - 1]
+
+    def packed(self, layer, which, current, slots):
         """current: [lanes, R, kv_heads, D] float32."""
         lanes, rows = current.shape[:2]
-        out = np.zeros((lanes, self.kv_heads, self.window - 1 + rows, D), np.int16)
+        out = np.zeros((lanes, self.kv_heads, slots - 1 + rows, D), np.int16)
         out[:, :, :rows] = oracle.to_bfloat16(current).view(np.int16).transpose(0, 2, 1, 3)
         for lane in range(lanes):
-            for age, token in enumerate(self.history(lane)):
+            for age, token in enumerate(self.history(layer, lane)):
                 out[lane, :, rows + age] = token[layer, which]
         return out
 
-    def mask(self, q_heads, rows):
-        out = np.zeros((len(self.tokens), q_heads, rows, self.window - 1 + rows), np.int16)
-        for lane, row, age in itertools.product(range(len(self.tokens)), range(rows), range(self.window - 1)):
+    def mask(self, layer, q_heads, rows, slots, causal):
+        out = np.full((len(self.tokens), q_heads, rows, slots - 1 + rows), BLOCK_MASKED)
+        window = self.windows[layer] or 10**9
+        for lane, row in itertools.product(range(len(self.tokens)), range(rows)):
+            out[lane, :, row, : row + 1 if causal else rows] = 0
             # Row j is j + 1 + age tokens after the one of that age: the window takes in fewer than `window`.
-            seen = age < len(self.tokens[lane]) and row + 1 + age < self.window
-            out[lane, :, row, rows + age] = 0 if seen else BLOCK_MASKED
+            out[lane, :, row, rows : rows + max(0, min(len(self.tokens[lane]), window - 1 - row))] = 0
         return out
 
 
@@ -73,9 +99,11 @@ class Pair:
 
     def __init__(self, device, layers, lanes, kv_heads, window, seed):
         self.device, self.rng = device, np.random.default_rng(seed)
-        self.lists = TokenLists(layers, lanes, kv_heads, window)
+        windows = tuple(window) if isinstance(window, (list, tuple)) else (window,) * layers
+        self.lists = TokenLists(lanes, kv_heads, windows)
         self.cache = RingKVCache(layers, lanes, kv_heads, window, D, device=device)
-        self.cache.rings.view(torch.int16).fill_(int(CANARY))
+        for ring in self.cache.rings:
+            ring.view(torch.int16).fill_(int(CANARY))
 
     def new(self, tokens):
         shape = self.lists.layers, 2, self.cache.lanes, tokens, self.cache.kv_heads
@@ -102,40 +130,75 @@ class Pair:
         self.cache.advance(given)
         self.keep(new, [tokens] * self.cache.lanes if lengths is None else lengths)
 
-    def prefill_last(self, lengths, tokens):
-        """Gives the cache each lane's last `window` tokens alone, NaN behind shorter lanes."""
-        new, window = self.new(tokens), self.cache.window
-        kept = torch.full((*new.shape[:3], min(tokens, window), *new.shape[4:]), float("nan"))
-        for lane, length in enumerate(lengths):
-            last = new[:, :, lane, max(0, length - window) : length]
-            kept[:, :, lane, : last.shape[2]] = last
-        given = int32(*lengths).to(self.device)
+    def prefill_lane(self, lane, tokens):
+        """Through a cache of that lane alone."""
+        new = self.new(tokens)
+        part = self.cache.lane(lane)
         for layer in range(self.lists.layers):
-            keys, values = kept[layer].to(self.device)
+            keys, values = new[layer][:, lane : lane + 1].to(self.device)
+            part.prefill(layer, keys, values)
+        part.advance()
+        self.lists.commit(lane, new[:, :, lane])
+
+    def commit_lane(self, lane, count, tokens):
+        new = self.new(tokens)
+        part = self.cache.lane(lane)
+        for layer in range(self.lists.layers):
+            keys, values = new[layer][:, lane : lane + 1].to(self.device)
+            part.commit(layer, keys, values, int32(count).to(self.device))
+        part.advance(int32(count).to(self.device))
+        self.lists.commit(lane, new[:, :, lane, : max(0, min(count, tokens))])
+
+    def prefill_last(self, lengths, tokens):
+        """Gives each layer the tokens that its ring can hold, each lane's last, and NaN behind shorter lanes."""
+        new = self.new(tokens)
+        given = int32(*lengths).to(self.device)
+        for layer, window in enumerate(self.lists.windows):
+            size = tokens if window is None else min(tokens, window)
+            kept = torch.full((*new.shape[1:3], size, *new.shape[4:]), float("nan"))
+            for lane, length in enumerate(lengths):
+                last = new[layer, :, lane, max(0, length - size) : length]
+                kept[:, lane, : last.shape[1]] = last
+            keys, values = kept.to(self.device)
             self.cache.prefill(layer, keys, values, given, tokens=tokens)
         self.cache.advance(given)
-        # The oracle's slots of tokens that were never given: overwritten by later ones, or as they were.
-        before = self.lists.slots.copy()
         self.keep(new, lengths)
-        for lane, length in enumerate(lengths):
-            if length == 0:
-                self.lists.slots[:, :, lane] = before[:, :, lane]
 
     def check(self, rows):
         cache, lists = self.cache, self.lists
-        assert cache.token_counts.tolist() == [len(t) for t in lists.tokens]
-        np.testing.assert_array_equal(oracle.bits(cache.rings), lists.slots)
+        lengths = [len(t) for t in lists.tokens]
+        assert cache.token_counts.tolist() == lengths and cache.longest >= max(lengths)
+        for layer, (ring, slots) in enumerate(zip(cache.rings, lists.slots, strict=True)):
+            if slots is not None:
+                np.testing.assert_array_equal(oracle.bits(ring), slots)
+                continue
+            assert ring.shape[-2] >= cache.longest + 16
+            for lane, tokens in enumerate(lists.tokens):
+                for i, token in enumerate(tokens):
+                    np.testing.assert_array_equal(oracle.bits(ring[:, lane, :, i]), token[layer])
+        self.check_what_a_block_sees(cache, lists, rows)
+        for lane in range(cache.lanes):
+            part = TokenLists(1, lists.kv_heads, lists.windows)
+            part.tokens = [lists.tokens[lane]]
+            assert cache.lane(lane).token_counts.tolist() == lengths[lane : lane + 1]
+            assert cache.lane(lane).longest >= lengths[lane]
+            self.check_what_a_block_sees(cache.lane(lane), part, rows)
+
+    def check_what_a_block_sees(self, cache, lists, rows):
         q_heads = 2 * cache.kv_heads
-        mask = cache.mask(q_heads, rows)
-        np.testing.assert_array_equal(oracle.bits(mask), lists.mask(q_heads, rows))
-        assert cache.mask(q_heads, rows) is mask
+        for layer, causal in itertools.product(range(lists.layers), (False, True)):
+            slots = cache.rings[layer].shape[-2]
+            mask = cache.mask(q_heads, rows, layer=layer, causal=causal)
+            np.testing.assert_array_equal(oracle.bits(mask), lists.mask(layer, q_heads, rows, slots, causal))
+            assert cache.mask(q_heads, rows, layer=layer, causal=causal) is mask
         for layer in range(lists.layers):
+            slots = cache.rings[layer].shape[-2]
             queries = random_tokens(self.rng, cache.lanes, rows, q_heads)
             keys, values = random_tokens(self.rng, 2, cache.lanes, rows, cache.kv_heads)
             got = cache.pack(layer, *(x.to(self.device) for x in (queries, keys, values)))
             np.testing.assert_array_equal(oracle.bits(got[0]), oracle.to_bfloat16(queries).view(np.int16).transpose(0, 2, 1, 3))
-            np.testing.assert_array_equal(oracle.bits(got[1]), lists.packed(layer, 0, keys))
-            np.testing.assert_array_equal(oracle.bits(got[2]), lists.packed(layer, 1, values))
+            np.testing.assert_array_equal(oracle.bits(got[1]), lists.packed(layer, 0, keys, slots))
+            np.testing.assert_array_equal(oracle.bits(got[2]), lists.packed(layer, 1, values, slots))
 
 
 # ---- any sequence of calls
@@ -146,11 +209,13 @@ class Pair:
 def test_any_sequence_of_calls(device, data):
     draw = data.draw
     layers, lanes, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    window = draw(st.sampled_from([3, 5, 7, 8, 13]))
-    pair = Pair(device, layers, lanes, kv_heads, window, draw(st.integers(0, 2**31)))
+    windows = draw(st.lists(st.sampled_from([3, 5, 7, 8, 13, None]), min_size=layers, max_size=layers))
+    window = min((w for w in windows if w is not None), default=16)
+    pair = Pair(device, layers, lanes, kv_heads, windows, draw(st.integers(0, 2**31)))
     lane = st.integers(0, lanes - 1)
     snapshots = []
     calls = ["commit", "commit", "commit", "prefill", "prefill last", "reset", "fork", "snapshot", "restore"]
+    calls += ["prefill lane", "commit lane", "reset lane", "longest", "reserve"]
     for _ in range(draw(st.integers(1, 12))):
         call = draw(st.sampled_from(calls))
         if call == "commit":
@@ -162,6 +227,20 @@ def test_any_sequence_of_calls(device, data):
         elif call == "prefill last":
             tokens = draw(st.integers(0, 3 * window))
             pair.prefill_last([draw(st.integers(0, tokens)) for _ in range(lanes)], tokens)
+        elif call == "prefill lane":
+            pair.prefill_lane(draw(lane), draw(st.integers(0, 3 * window)))
+        elif call == "commit lane":
+            tokens = draw(st.integers(1, min(16, window - 1)))
+            pair.commit_lane(draw(lane), draw(st.integers(-1, tokens + 2)), tokens)
+        elif call == "reset lane":
+            emptied = draw(lane)
+            pair.cache.lane(emptied).reset(draw(st.sampled_from([None, 0])))
+            pair.lists.tokens[emptied] = []
+        elif call == "longest":
+            pair.cache.longest = max(len(t) for t in pair.lists.tokens)
+            assert pair.cache.longest == max(len(t) for t in pair.lists.tokens)
+        elif call == "reserve":
+            pair.cache.reserve(draw(st.integers(0, 80)))
         elif call == "reset":
             which = draw(st.none() | lane)
             pair.cache.reset(which)
@@ -170,8 +249,7 @@ def test_any_sequence_of_calls(device, data):
         elif call == "fork":
             src, dst = draw(lane), draw(lane)
             pair.cache.fork(src, dst)
-            pair.lists.tokens[dst] = list(pair.lists.tokens[src])
-            pair.lists.slots[:, :, dst] = pair.lists.slots[:, :, src]
+            pair.lists.fork(src, dst)
         elif call == "snapshot":
             snapshots.append((pair.cache.snapshot(), pair.lists.copy()))
         elif snapshots:
@@ -203,7 +281,8 @@ def test_prefill_equals_one_token_commits(device, window):
                 one_by_one.cache.commit(layer, keys, values, int32(1, 1).to(device))
             one_by_one.cache.advance()
         for pair in (at_once, last):
-            np.testing.assert_array_equal(oracle.bits(pair.cache.rings), oracle.bits(one_by_one.cache.rings))
+            for ring, want in zip(pair.cache.rings, one_by_one.cache.rings, strict=True):
+                np.testing.assert_array_equal(oracle.bits(ring), oracle.bits(want))
             assert pair.cache.token_counts.tolist() == one_by_one.cache.token_counts.tolist() == [before + tokens, 1 + tokens]
 
 
@@ -228,9 +307,9 @@ def test_any_int32_is_a_safe_count(device):
 def test_lane_with_count_zero_keeps_every_byte(device):
     pair = Pair(device, 2, 3, 2, 6, seed=1)
     pair.prefill([9, 4, 0], 9)
-    before = oracle.bits(pair.cache.rings).copy()
+    before = bits_of(pair.cache.rings).copy()
     pair.commit([2, 0, 0], 5)
-    after = oracle.bits(pair.cache.rings)
+    after = bits_of(pair.cache.rings)
     np.testing.assert_array_equal(after[:, :, 1:], before[:, :, 1:])
     assert (after[:, :, 0] != before[:, :, 0]).any() and pair.cache.token_counts.tolist() == [11, 4, 0]
 
@@ -273,12 +352,12 @@ def test_snapshot_is_a_copy(device):
     pair = Pair(device, 1, 1, 1, 5, seed=5)
     pair.prefill(None, 4)
     snapshot = pair.cache.snapshot()
-    before = oracle.bits(snapshot.rings).copy()
+    before = bits_of(snapshot.rings).copy()
     pair.prefill(None, 4)
-    np.testing.assert_array_equal(oracle.bits(snapshot.rings), before)
+    np.testing.assert_array_equal(bits_of(snapshot.rings), before)
     pair.cache.restore(snapshot)
     pair.prefill(None, 4)
-    np.testing.assert_array_equal(oracle.bits(snapshot.rings), before)
+    np.testing.assert_array_equal(bits_of(snapshot.rings), before)
     assert snapshot.token_counts.tolist() == [4]
 
 
@@ -311,23 +390,130 @@ class NoHostRead(TorchDispatchMode):
 
 
 def test_nothing_is_read_back_to_the_host(device):
-    cache = RingKVCache(2, 2, 1, 5, D, device=device)
+    cache = RingKVCache(2, 2, 1, [5, None], D, device=device)
     keys = torch.randn(2, 13, 1, D, device=device)
     counts = int32(1, 2).to(device)
     with NoHostRead():
         for layer in range(2):
             cache.prefill(layer, keys, keys, counts)
         cache.advance(counts)
-        cache.fork(0, 1)
+        cache.reserve(100)
+        for layer in range(2):
+            cache.lane(0).prefill(layer, keys[:1], keys[:1])
+        cache.lane(0).advance()
+        cache.lane(0).reset()
+        cache.fork(1, 0)
         snapshot = cache.snapshot()
         cache.mask(2, 2)
+        cache.mask(2, 2, layer=1, causal=True)
         for layer in range(2):
             cache.pack(layer, keys[:, :2], keys[:, :2], keys[:, :2])
             cache.commit(layer, keys[:, :2], keys[:, :2], counts)
         cache.advance(counts)
         cache.reset(1)
         cache.restore(snapshot)
-    assert cache.token_counts.tolist() == [1, 1]
+    assert cache.token_counts.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_follows_every_change_of_token_counts(device, inference):
+    with torch.inference_mode(inference):
+        cache = RingKVCache(1, 2, 1, 9, D, device=device)
+        view = cache.token_counts[1:]
+        compiled = torch.compile(lambda counts: counts.add_(1), backend="aot_eager")
+        for change in (
+            lambda: cache.token_counts.add_(1),
+            lambda: view.add_(1),
+            lambda: cache.token_counts.__setitem__(0, 4),
+            lambda: cache.lane(0).token_counts.add_(1),
+            lambda: compiled(cache.token_counts),
+            lambda: cache.lane(1).reset(),
+            lambda: setattr(cache, "token_counts", cache.token_counts + 2),
+            lambda: cache.token_counts.add_(1),
+        ):
+            before = cache.mask(2, 3), cache.mask(2, 3, causal=True)
+            change()
+            for causal in (False, True):
+                mask = cache.mask(2, 3, causal=causal)
+                assert not torch.equal(mask, before[causal])
+                want = oracle.fill_attention_mask(cache.token_counts.cpu(), 2, 3, 9, causal)
+                np.testing.assert_array_equal(oracle.bits(mask), want)
+
+
+def test_layers_of_one_window_share_their_mask(device):
+    cache = RingKVCache(4, 1, 1, [9, None, 9, None], D, device=device)
+    assert cache.mask(2, 3) is cache.mask(2, 3, layer=2) and cache.mask(2, 3, layer=1) is cache.mask(2, 3, layer=3)
+    assert cache.mask(2, 3).shape == (1, 2, 3, 11) and cache.mask(2, 3, layer=1).shape == (1, 2, 3, 34)
+
+
+def test_full_attention_grows_by_half_and_never_for_tokens_that_were_not_kept(device, monkeypatch):
+    monkeypatch.setattr(cache_module, "GROWTH", 256)
+    cache, seen = RingKVCache(1, 1, 1, None, D, device=device), []
+    keys = torch.ones(1, 16, 1, D, device=device)
+    for tokens in range(1, 400):
+        if not seen or seen[-1] != cache.rings[0].shape[-2]:
+            seen.append(cache.rings[0].shape[-2])
+        cache.commit(0, keys, keys, int32(1).to(device))
+        cache.advance(int32(1).to(device))
+        assert cache.longest == tokens - 1 + 16
+        cache.longest = tokens
+    assert seen == [256, 512]
+    cache.reserve(496)
+    assert cache.rings[0].shape[-2] == 512
+    cache.reserve(497)
+    assert cache.rings[0].shape[-2] == 768
+    cache.reserve(5000)
+    assert cache.rings[0].shape[-2] == 5120 and cache.token_counts.item() == 399
+    assert (cache.rings[0][:, :, :, :399] == 1).all() and cache.longest == 399
+    cache.longest = 1000
+    assert cache.longest == 399
+    for wrong in (-1, 1.0, True, None):
+        with pytest.raises(ValueError, match="longest: expected a number of tokens"):
+            cache.longest = wrong
+        with pytest.raises(ValueError, match="reserve: tokens: expected a number of tokens"):
+            cache.reserve(wrong)
+    cache.reset()
+    assert cache.longest == 0
+
+
+def test_rounds_of_a_cache_and_of_its_lanes_do_not_overlap(device):
+    cache, keys = RingKVCache(1, 2, 1, 6, D, device=device), KEYS.to(device)
+    lane = cache.lane(1)
+    assert lane is cache.lane(1) is lane.lane(0) and lane.lanes == 1
+    one = COUNTS[:1].to(device)
+    within = "the cache that this lane is part of is within a round"
+    cache.commit(0, keys, keys, COUNTS.to(device))
+    for call in (
+        lambda: lane.commit(0, keys[:1], keys[:1], one),
+        lambda: lane.prefill(0, keys[:1], keys[:1]),
+        lambda: lane.pack(0, keys[:1], keys[:1], keys[:1]),
+        lane.reset,
+        lane.snapshot,
+    ):
+        with pytest.raises(RuntimeError, match=within):
+            call()
+    cache.advance(COUNTS.to(device))
+    lane.prefill(0, keys[:1], keys[:1])
+    for call in (
+        lambda: cache.commit(0, keys, keys, COUNTS.to(device)),
+        lambda: cache.prefill(0, keys, keys),
+        lambda: cache.pack(0, keys, keys, keys),
+        lambda: cache.reset(0),
+        lambda: cache.fork(0, 1),
+        cache.snapshot,
+    ):
+        with pytest.raises(RuntimeError, match=r"lane\(1\) is within a round of its own"):
+            call()
+    cache.lane(0).reset()
+    lane.advance()
+    assert cache.token_counts.tolist() == [0, 5]
+    cache.lane(0).prefill(0, keys[:1], keys[:1])
+    cache.reset()  # drops what the lane has begun
+    cache.lane(0).prefill(0, keys[:1], keys[:1])
+    cache.lane(0).advance()
+    assert cache.token_counts.tolist() == [3, 0]
+    with pytest.raises(IndexError, match=r"lane: index: expected 0\.\.1, got 2"):
+        cache.lane(2)
 
 
 # ---- misuse
@@ -389,6 +575,11 @@ COUNTS = int32(1, 2)
             "restore: snapshot: expected rings",
         ),
         (
+            lambda c, k, n: c.restore(RingKVCache(2, 2, 1, 7, D, device=c.device).snapshot()),
+            ValueError,
+            r"restore: snapshot: expected windows \(6, 6\), got \(7, 7\)",
+        ),
+        (
             lambda c, k, n: c.restore(RingKVCache(2, 2, 1, 6, D, device="meta").snapshot()),
             ValueError,
             "restore: snapshot: expected rings .* got .* on meta",
@@ -397,10 +588,10 @@ COUNTS = int32(1, 2)
 )
 def test_misuse_is_refused_and_changes_nothing(device, misuse, error, message):
     cache = valid_cache(device)
-    rings, counts, mask = oracle.bits(cache.rings).copy(), cache.token_counts.tolist(), cache.mask(1, 3)
+    rings, counts, mask = bits_of(cache.rings).copy(), cache.token_counts.tolist(), cache.mask(1, 3)
     with pytest.raises(error, match=message):
         misuse(cache, KEYS.to(device), COUNTS.to(device))
-    np.testing.assert_array_equal(oracle.bits(cache.rings), rings)
+    np.testing.assert_array_equal(bits_of(cache.rings), rings)
     assert cache.token_counts.tolist() == counts and cache.mask(1, 3) is mask
     for layer in range(2):  # and the round can go on
         cache.commit(layer, KEYS.to(device), KEYS.to(device), COUNTS.to(device))
@@ -429,10 +620,10 @@ def test_misuse_between_commit_and_advance(device, misuse, error, message):
     cache = valid_cache(device)
     keys, counts = KEYS.to(device), COUNTS.to(device)
     cache.commit(0, keys, keys, counts)
-    rings = oracle.bits(cache.rings).copy()
+    rings = bits_of(cache.rings).copy()
     with pytest.raises(error, match=message):
         misuse(cache, keys, counts)
-    np.testing.assert_array_equal(oracle.bits(cache.rings), rings)
+    np.testing.assert_array_equal(bits_of(cache.rings), rings)
     assert cache.token_counts.tolist() == [4, 9]
     cache.commit(1, keys, keys, counts)
     for wrong in (counts.long(), counts[:1]):
@@ -457,11 +648,27 @@ def test_reset_and_restore_drop_a_round_in_progress(device):
 @pytest.mark.parametrize(
     ("geometry", "message"),
     [
-        ((0, 1, 1, 8, 128), "layers: expected at least 1, got 0"),
+        ((0, 1, 1, 8, 128), r"layers: expected 1\.\.1024, got 0"),
+        ((1.0, 1, 1, 8, 128), r"layers: expected 1\.\.1024, got 1\.0"),
+        ((10**6, 1, 1, 8, 128), r"layers: expected 1\.\.1024, got 1000000"),
+        ((1, "2", 1, 8, 128), r"lanes: expected 1\.\.4, got '2'"),
+        ((1, True, 1, 8, 128), r"lanes: expected 1\.\.4, got True"),
+        ((1, 1, None, 8, 128), r"kv_heads: expected 1\.\.65536, got None"),
+        ((1, 1, 2**40, 8, 128), r"kv_heads: expected 1\.\.65536"),
+        ((1, 1, 1, 8.5, 128), r"window: expected 3\.\.67108864, or None for full attention, got 8\.5"),
+        ((1, 1, 1, "24", 128), "window: expected .* got '24'"),
+        ((1, 1, 1, 2**40, 128), r"window: expected 3\.\.67108864"),
+        ((2, 1, 1, [8], 128), "window: expected one for each of 2 layers, got 1"),
+        ((2, 1, 1, [None, 2], 128), "window: expected .* got 2"),
+        (
+            (1024, 4, 2**16, 2**26, 256),
+            "window: expected rings of at most 1099511627776 bytes in all, got 1844",
+        ),
+        ((1, 1, 1, 8, "128"), "head_dim: expected 128 or 256, got '128'"),
         ((1, 0, 1, 8, 128), r"lanes: expected 1\.\.4, got 0"),
         ((1, 5, 1, 8, 128), r"lanes: expected 1\.\.4, got 5"),
-        ((1, 1, 0, 8, 128), "kv_heads: expected at least 1, got 0"),
-        ((1, 1, 1, 2, 128), "window: expected at least 3, got 2"),
+        ((1, 1, 0, 8, 128), r"kv_heads: expected 1\.\.65536, got 0"),
+        ((1, 1, 1, 2, 128), r"window: expected 3\.\.67108864, or None for full attention, got 2"),
         ((1, 1, 1, 8, 64), "head_dim: expected 128 or 256, got 64"),
     ],
 )
@@ -481,7 +688,7 @@ def test_wrong_device_is_refused():
     ):
         with pytest.raises((RuntimeError, ValueError), match=r"cpu.*meta"):
             call()
-    assert cache.token_counts.tolist() == [0, 0] and (cache.rings == 0).all()
+    assert cache.token_counts.tolist() == [0, 0] and all((ring == 0).all() for ring in cache.rings)
 
 
 def test_cache_made_in_inference_mode_is_usable_outside(device):
@@ -514,4 +721,4 @@ def test_a_refused_prefill_writes_nothing():
         cache.prefill(0, keys, values.detach().half())
     with pytest.raises(ValueError, match="keys: expected float32"):
         cache.prefill(0, keys.double(), values.detach().double())
-    assert not cache.rings.any()
+    assert not any(ring.any() for ring in cache.rings)

@@ -134,7 +134,7 @@ def test_rounds_are_those_of_the_authors_decoder(monkeypatch, in_float32, vocabu
     if in_float32:
         monkeypatch.setattr(cache_module, "ops", float32_operators())
         cache = drafter.make_cache()
-        cache.rings = cache.rings.float()
+        cache._rings = [ring.float() for ring in cache._rings]
         drafter.make_cache = lambda lanes: cache
     prompt = make_prompt(5 + 9 * (seed % 3), seed, vocabulary=vocabulary)
     got = generate(target, drafter, prompt, max_new_tokens=60, block_size=5)

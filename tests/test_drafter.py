@@ -135,11 +135,12 @@ def float32_operators():
             packed.append(torch.stack(rows))
         return queries.transpose(1, 2).contiguous(), *packed
 
-    def fill_attention_mask(lengths, q_heads, rows, window):
+    def fill_attention_mask(lengths, q_heads, rows, window, *, causal=False):
         mask = torch.zeros(len(lengths), q_heads, rows, window - 1 + rows, device=lengths.device)
         for lane, length in enumerate(lengths.tolist()):
             for row in range(rows):
                 mask[lane, :, row, rows + min(length, window - 1 - row) :] = float("-inf")
+                mask[lane, :, row, row + 1 if causal else rows : rows] = float("-inf")
         return mask
 
     def commit_kv(keys, values, counts, positions, ring_keys, ring_values):
@@ -166,7 +167,7 @@ def compare_rounds(device, window, rounds, tolerance, *, in_float32=False, lanes
     theirs = [PublishedLane(model, embedding) for _ in range(lanes)]
     cache = drafter.make_cache(lanes)
     if in_float32:
-        cache.rings = cache.rings.float()
+        cache._rings = [ring.float() for ring in cache._rings]
     g = torch.Generator().manual_seed(seed)
     random = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))  # noqa: E731
 
@@ -257,7 +258,7 @@ def test_far_positions_keep_their_precision(device, unrounded):
     drafter.load_published({name: p.clone() for name, p in model.state_dict().items()})
     drafter.to(device)
     cache, embedding = drafter.make_cache(), tied_target()[0]
-    cache.rings = cache.rings.float()
+    cache._rings = [ring.float() for ring in cache._rings]
     theirs = PublishedLane(model, embedding)
     taps = torch.randn(1, 3001, TAPS * HIDDEN, generator=torch.Generator().manual_seed(0))
     theirs.commit(taps[0])
@@ -350,10 +351,10 @@ def test_any_int32_is_a_safe_length(device):
     cache = drafter.make_cache(2)
     features = torch.randn(2, 30, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
     drafter.prefill_context(cache, features, torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32, device=device))
-    assert cache.token_counts.tolist() == [0, 30] and (cache.rings[:, :, 0] == 0).all()
+    assert cache.token_counts.tolist() == [0, 30] and all((ring[:, 0] == 0).all() for ring in cache.rings)
     full = drafter.make_cache(2)
     drafter.prefill_context(full, features)
-    assert torch.equal(full.rings[:, :, 1], cache.rings[:, :, 1])
+    assert all(torch.equal(a[:, 1], b[:, 1]) for a, b in zip(full.rings, cache.rings, strict=True))
 
 
 def test_empty_prompt_leaves_the_cache_as_it_was(device):
@@ -395,7 +396,7 @@ def test_a_round_is_one_graph(device):
     commit = torch.compile(drafter.commit_context, backend=graphs, fullgraph=True)
     caches = drafter.make_cache(2), drafter.make_cache(2)
     g = torch.Generator().manual_seed(0)
-    for _ in range(5):
+    for i in range(5):
         anchors = torch.randint(VOCABULARY, (2,), generator=g).to(device)
         got, want = compiled(anchors, caches[0]), eager(anchors, caches[1])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -405,7 +406,9 @@ def test_a_round_is_one_graph(device):
         drafter.commit_context(caches[1], features, counts)
         torch.testing.assert_close(caches[0].rings, caches[1].rings, rtol=1e-2, atol=1e-2)
         assert torch.equal(caches[0].token_counts, caches[1].token_counts)
-    assert graphs.frame_count == 2
+        if i == 1:  # from then on `longest` is a number that may change
+            compiled_for_good = graphs.frame_count
+    assert graphs.frame_count == compiled_for_good <= 3
 
 
 def test_nothing_is_read_back_to_the_host(device):
@@ -441,7 +444,7 @@ def test_no_gradients_are_kept(device):
         (lambda d, c, x: d(x[:1], c), r"forward: block_embeddings: expected shape \[2, any, 48\], got \[1, 3, 48\]"),
         (
             lambda d, c, x: d(x, small_drafter(9).make_cache(2)),
-            "forward: cache: expected .* 24, .*got .* 9, .*make_cache",
+            r"forward: cache: expected .* \(24, 24\), .*got .* \(9, 9\), .*make_cache",
         ),
         (lambda d, c, x: d.commit_context(c, x[0], None), "commit_context: features: expected shape"),
         (lambda d, c, x: d.commit_context(small_drafter(9).make_cache(2), x, None), "commit_context: cache: expected"),
@@ -461,7 +464,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(call, message):
     cache = drafter.make_cache(2)
     with pytest.raises(ValueError, match=message):
         call(drafter, cache, torch.ones(2, 3, HIDDEN))
-    assert cache.token_counts.tolist() == [0, 0] and (cache.rings == 0).all()
+    assert cache.token_counts.tolist() == [0, 0] and not any(ring.any() for ring in cache.rings)
     drafter.commit_context(cache, torch.ones(2, 3, HIDDEN), torch.ones(2, dtype=torch.int32))
 
 

@@ -558,11 +558,12 @@ class DFlash2DraftModel(nn.Module):
 
     def _check_cache(self, call: str, cache: RingKVCache) -> None:
         c = self.config
-        expected = (c.num_hidden_layers, c.num_key_value_heads, c.sliding_window, c.head_dim, self.device)
-        got = (cache.layers, cache.kv_heads, cache.window, cache.head_dim, cache.device)
+        windows = (c.sliding_window,) * c.num_hidden_layers
+        expected = (c.num_hidden_layers, c.num_key_value_heads, windows, c.head_dim, self.device)
+        got = (cache.layers, cache.kv_heads, cache.windows, cache.head_dim, cache.device)
         if got != expected:
             raise ValueError(
-                f"{call}: cache: expected layers, kv_heads, window, head_dim, device = {expected}, got {got}; "
+                f"{call}: cache: expected layers, kv_heads, windows, head_dim, device = {expected}, got {got}; "
                 "make_cache makes one that fits"
             )
 
