@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "RingKVCache": "cache",
     "DFlash2DraftModel": "drafter",
+    "DFlashDraftModel": "drafter",
     "generate": "decoding",
     "greedy_generate": "decoding",
     "Sampling": "sampling",

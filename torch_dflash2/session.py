@@ -124,5 +124,4 @@ class Session:
         self._features = [features[:, :read]] if read else []
         if read:
             decoder.drafter.prefill_context(decoder.cache, self._features[0])
-        decoder.cache.longest = read
         self._torn = False

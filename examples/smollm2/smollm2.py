@@ -16,9 +16,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # before transformers i
 
 import torch
 import transformers
-from few_rows import use_few_row_linears
 
 from torch_dflash2 import DFlash2DraftModel
+from torch_dflash2.few_rows import use_few_row_linears
 
 HERE = pathlib.Path(__file__).parent
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

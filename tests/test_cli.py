@@ -1,0 +1,187 @@
+"""python -m torch_dflash2, with a tiny target and drafter on disk."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import save_file
+from test_decoding import draft_config, make_target
+from test_drafter import one_thread, published  # noqa: F401
+
+import torch_dflash2
+from torch_dflash2.__main__ import main
+from torch_dflash2.decoding import Decoder
+
+transformers.utils.logging.disable_progress_bar()
+CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;?!-+*/()'\"&%$#@<>=_[]{}|~^`\\\n\t"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of a target, with one token a character, and its drafter."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(seed=2)
+    target.save_pretrained(folder / "target")
+    vocabulary = {character: number for number, character in enumerate(CHARACTERS[:97])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT)
+    fast.save_pretrained(folder / "target")
+    config = draft_config()
+    (folder / "draft").mkdir()
+    (folder / "draft/config.json").write_text(json.dumps(config))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in published(config).state_dict().items()},
+        folder / "draft/model.safetensors",
+    )
+    return folder
+
+
+@pytest.fixture
+def command(models, capsys):
+    def run(name, *arguments, device="cpu"):
+        status = main(
+            [name, "--target", str(models / "target"), "--draft", str(models / "draft"), "--device", device, *arguments]
+        )
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def plain_text(models, prompt, tokens):
+    target = transformers.AutoModelForCausalLM.from_pretrained(models / "target").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models / "target")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    return tokenizer.decode(torch_dflash2.greedy_generate(target, ids, max_new_tokens=tokens).token_ids)
+
+
+def test_generate_prints_the_targets_text(models, command, device):
+    want = plain_text(models, "u:hello;a:", 30)
+    status, out, err = command("generate", "--prompt", "hello", "--max-new-tokens", "30", device=device)
+    assert (status, out, err) == (0, want + "\n", "")
+
+
+def test_json(models, command):
+    status, out, _ = command("generate", "--prompt", "what?", "--raw", "--max-new-tokens", "12", "--block-size", "3", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["text"] == plain_text(models, "what?", 12)
+    assert len(report["token_ids"]) == report["new_tokens"] == 12
+    assert (report["finish_reason"], report["prompt_tokens"], report["block_size"]) == ("length", 5, 3)
+
+
+def test_samples_repeat_with_a_seed(command):
+    def sample(seed):
+        return command(
+            "generate", "--prompt", "x", "--temperature", "1.5", "--top-k", "20", "--seed", seed, "--max-new-tokens", "9"
+        )[1]
+
+    assert sample("1") == sample("1") != sample("2")
+
+
+def test_the_prompt_may_come_from_standard_input(models):
+    options = ["--target", models / "target", "--draft", models / "draft", "--device", "cpu", "--max-new-tokens", "8"]
+    run = subprocess.run(
+        [sys.executable, "-m", "torch_dflash2", "generate", *options],
+        input="hello",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout) == (0, plain_text(models, "u:hello;a:", 8) + "\n")
+
+
+def test_ctrl_c_ends_with_what_there_is(models, command, monkeypatch):
+    want = plain_text(models, "u:hello;a:", 40)
+    commits = []
+    inner = torch_dflash2.DFlash2DraftModel.commit_context
+
+    def interrupted(*args):
+        commits.append(1)
+        if len(commits) == 5:
+            raise KeyboardInterrupt
+        return inner(*args)
+
+    monkeypatch.setattr(torch_dflash2.DFlash2DraftModel, "commit_context", interrupted)
+    status, out, err = command("generate", "--prompt", "hello", "--max-new-tokens", "40")
+    assert status == 130 and want.startswith(out[:-1]) and 5 <= len(out[:-1]) < 40 and err == ""
+    commits.clear()
+    status, out, _ = command("generate", "--prompt", "hello", "--max-new-tokens", "40", "--json")
+    report = json.loads(out)
+    assert status == 130 and report["finish_reason"] == "interrupt" and want.startswith(report["text"]) and report["token_ids"]
+
+
+def test_chat_remembers_and_an_interrupt_ends_only_the_answer(models, command, monkeypatch):
+    turns = iter(["hello", "  ", "and then?", EOFError])
+    read = []
+
+    def next_turn(prompt):
+        turn = next(turns)
+        if turn is EOFError:
+            raise EOFError
+        return turn
+
+    monkeypatch.setattr("builtins.input", next_turn)
+    inner = Decoder.prefill
+    monkeypatch.setattr(
+        Decoder,
+        "prefill",
+        lambda self, lane, ids, *rest: (read.append(ids.shape[1]), inner(self, lane, ids, *rest))[1],
+    )
+    status, out, _ = command("chat", "--max-new-tokens", "10")
+    first = plain_text(models, "u:hello;a:", 10)
+    second = plain_text(models, f"u:hello;a:{first};u:and then?;a:", 10)
+    assert status == 0 and out == f"{first}\n{second}\n\n"
+    assert read[0] == len("u:hello;a:") and read[1] <= len("; u:and then?;a:")
+
+
+def test_bench(command):
+    status, out, _ = command("bench", "--prompt", "hello", "--max-new-tokens", "10", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["identical"] is True and report["new_tokens"] == 10
+    assert report["ratio"] == pytest.approx(report["speculative_tokens_per_second"] / report["plain_tokens_per_second"])
+    status, out, _ = command("bench", "--prompt", "hello", "--max-new-tokens", "10")
+    assert "ratio: " in out and "identical: True" in out
+
+
+def test_info_tells_the_truth(capsys):
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["torch"] == torch.__version__ and report["torch_dflash2"] == torch_dflash2.__version__
+    assert report["metal"] == "available"  # the tests' stand-in
+    for paths in report["operators"].values():
+        assert paths == {"cpu": "C++ kernel", "mps": "Metal kernel", "cuda": "plain PyTorch (torch_dflash2.reference)"}
+    run = subprocess.run([sys.executable, "-m", "torch_dflash2", "info"], capture_output=True, text=True, timeout=60)
+    if sys.platform == "linux":
+        assert "pack_attention: on cpu C++ kernel; on mps none: this PyTorch was built without MPS" in run.stdout
+
+
+MODELS = ["--target", "T", "--draft", "D", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["generate", "--prompt", "x"], "the following arguments are required: --target, --draft"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["generate", "--target", "/none", "--draft", "D", "--prompt", "x"], "--target: cannot load /none: "),
+        (["generate", "--target", "T", "--draft", "/none", "--prompt", "x"], "--draft: cannot load /none: "),
+        (["generate", *MODELS, "--device", "tpu"], "--device: expected mps or cpu on this machine, got tpu"),
+        (["generate", *MODELS, "--prompt", " "], "--prompt: expected some text, got only blanks"),
+        (["generate", *MODELS, "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
+        (["generate", *MODELS, "--prompt", "x", "--block-size", "99"], "block_size: expected a whole number in 2..8"),
+        (["generate", *MODELS, "--temperature", "-1"], "temperature: expected a number above 0, got -1.0"),
+        (["generate", *MODELS, "--temperature", "1", "--top-p", "2"], "top_p: expected a number in (0, 1], got 2.0"),
+    ],
+)
+def test_what_is_wrong_takes_one_line(models, capsys, arguments, message):
+    folders = {"T": str(models / "target"), "D": str(models / "draft")}
+    assert main([folders.get(argument, argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("torch_dflash2: ") and message in err and err.count("\n") == 1
