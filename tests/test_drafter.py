@@ -11,6 +11,7 @@ from test_cache import NoHostRead
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from torch_dflash2 import DFlash2DraftModel
 from torch_dflash2 import cache as cache_module
@@ -542,32 +543,64 @@ def test_folder_without_a_file(tmp_path, missing):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is_causal": True}, "is_causal: expected False, got True"),
-        ({"is_causal": REMOVED}, "is_causal: expected False, got None"),
-        (
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types: expected sliding_attention for every layer",
-        ),
-        ({"layer_types": ["sliding_attention"]}, "layer_types: "),
-        ({"layer_types": REMOVED, "max_window_layers": 1}, "layer_types: "),
-        ({"use_sliding_window": False}, "use_sliding_window: expected True, got False"),
-        ({"sliding_window": None}, "sliding_window: expected a value, got none"),
+        ({"is_causal": 1}, "is_causal: expected true or false, got 1"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types: expected 2 times sliding_attention or full_attention"),
+        ({"layer_types": ["sliding_attention", "linear_attention"]}, "layer_types: expected 2 times sliding_attention or"),
+        ({"layer_types": "full_attention"}, "layer_types: expected 2 times sliding_attention or"),
+        ({"layer_types": REMOVED, "max_window_layers": "1"}, "max_window_layers: expected a whole number, got 1"),
+        ({"use_sliding_window": False}, "use_sliding_window: expected true, as layer_types has sliding_attention, got False"),
+        ({"use_sliding_window": REMOVED}, "use_sliding_window: expected true, as layer_types has"),
+        ({"use_sliding_window": 1}, "use_sliding_window: expected true or false, got 1"),
+        ({"sliding_window": None}, "sliding_window: expected a value, as layer_types has sliding_attention, got none"),
         ({"sliding_window": 8}, "sliding_window: expected more than block_size = 8, got 8"),
         ({"sliding_window": 24.5}, "sliding_window: expected a whole number, got 24.5"),
         ({"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: "),
         ({"attention_sinks": True}, "attention_sinks: expected no attention sinks"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: "),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type: expected default, got linear"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters.rope_type: expected default, got yarn",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_parameters.rope_type: expected that of rope_scaling, linear, got default",
+        ),
+        *(
+            ({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, f"rope_parameters.rope_type: expected .* got {kind}")
+            for kind in ("dynamic", "longrope", "llama3", "proportional", "mrope")
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
-            "rope_parameters.factor: expected plain RoPE, got 4.0",
+            "rope_parameters.factor: expected nothing but what default RoPE has, got 4.0",
         ),
-        ({"architectures": ["DFlashDraftModel"]}, "architectures: "),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}},
+            "rope_parameters.beta_fast: expected nothing but what linear RoPE has, got 32",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor: expected at least 1, got None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "rope_parameters.factor: expected at least 1, got 0.5"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor: expected a finite number"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta: expected a finite number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+            "rope_parameters.beta_slow: expected at most beta_fast = 1, got 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "rope_parameters.truncate: expected true or false, got no",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1.5}},
+            "rope_parameters.original_max_position_embeddings: expected a whole number above 0, got 1.5",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor: expected nothing but what default RoPE has, got 0.5",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
+            "rope_parameters.sliding_attention: expected nothing but what default RoPE has",
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: expected .* got .*Qwen3ForCausalLM"),
+        ({"architectures": ["DFlashDraftModel"]}, "conv_kernel_size: expected none in a DFlashDraftModel, got 2"),
+        ({"attention_chunk_size": 64}, "attention_chunk_size: expected None, got 64"),
         ({"head_dim": 64}, "head_dim: expected 128 or 256, got 64"),
         ({"num_attention_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads = 2, got 3"),
         ({"num_key_value_heads": 0}, "num_key_value_heads: expected at least 1"),
@@ -630,6 +663,16 @@ def test_config_that_is_not_supported_is_refused_by_field(change, message):
         {"block_size": REMOVED, "sliding_window": 40},
         {"output_multiplier": 0.5},
         {"final_logit_softcapping": 30.0},
+        {"layer_types": REMOVED, "max_window_layers": 1},
+        {"layer_types": REMOVED, "max_window_layers": REMOVED},
+        {"layer_types": REMOVED, "use_sliding_window": False},
+        {"layer_types": REMOVED, "sliding_window": None},
+        {"layer_types": REMOVED, "use_sliding_window": REMOVED},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"sliding_window": REMOVED},
+        {"is_causal": REMOVED, "layer_types": ["full_attention", "sliding_attention"]},
+        {"is_causal": True},
+        {"partial_rotary_factor": None, "quantization_config": None},
     ],
     ids=lambda change: " ".join(change) or "as published",
 )
@@ -639,9 +682,11 @@ def test_config_is_read_as_dflash_reads_it(change):
     model = dflash.model.DFlash2DraftModel(Qwen3Config(**raw))
     assert config.target_layer_ids == tuple(model.target_layer_ids)
     assert (config.block_size, config.mask_token_id) == (model.block_size, model.mask_token_id)
-    assert config.rope_theta == model.config.rope_parameters["rope_theta"]
+    assert config.rope.theta == model.config.rope_parameters["rope_theta"]
     attention = model.layers[0].self_attn
-    assert (config.head_dim, config.sliding_window) == (attention.head_dim, attention.sliding_window)
+    assert config.head_dim == attention.head_dim
+    assert config.windows == tuple(layer.self_attn.sliding_window for layer in model.layers)
+    assert config.causal == tuple(layer.self_attn.is_causal for layer in model.layers)
     assert config.num_attention_heads // config.num_key_value_heads == attention.num_key_value_groups
     assert config.rms_norm_eps == model.config.rms_norm_eps
     logits = torch.linspace(-50, 50, 7)
@@ -659,4 +704,35 @@ def test_fields_at_the_top_level_serve_as_well():
 
 def test_rope_theta_is_found_where_a_config_keeps_it():
     scaling = config_json(rope_scaling={"rope_type": "default"}, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    assert DraftConfig.from_dict(scaling).rope_theta == 1e6
+    assert DraftConfig.from_dict(scaling).rope.theta == 1e6
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.5}},
+        {"rope_parameters": REMOVED, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5000.0},
+        {"rope_parameters": YARN},
+        {"rope_parameters": YARN | {"rope_theta": 1e6, "truncate": False}},
+        {"rope_parameters": YARN | {"beta_fast": 20.0, "beta_slow": 3, "attention_factor": 1.25}},
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+        {"rope_parameters": YARN | {"mscale": 0.7}},
+        {"rope_parameters": YARN | {"factor": 1.0, "attention_factor": None}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 4096},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        {"rope_parameters": YARN, "original_max_position_embeddings": 2048},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 8, "beta_fast": 2.0}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_rope_turns_as_transformers_turns(rope, head_dim):
+    raw = config_json(head_dim=head_dim, **rope)
+    config = DraftConfig.from_dict(json.loads(json.dumps(raw)))
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(**raw))
+    torch.testing.assert_close(config.rope.frequencies(head_dim), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert config.rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "RingKVCache": "cache",
+    "DFlashDraftModel": "drafter",
     "DFlash2DraftModel": "drafter",
     "DFlashDraftModel": "drafter",
     "generate": "decoding",
