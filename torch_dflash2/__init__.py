@@ -15,7 +15,6 @@ _LAZY = {
     "RingKVCache": "cache",
     "DFlashDraftModel": "drafter",
     "DFlash2DraftModel": "drafter",
-    "DFlashDraftModel": "drafter",
     "generate": "decoding",
     "greedy_generate": "decoding",
     "Sampling": "sampling",

@@ -276,7 +276,7 @@ def load(options: argparse.Namespace) -> Models:
     transformers.utils.logging.disable_progress_bar()
     with refusing("--target", options.target), progress(f"Loading {options.target}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.target)
-        target = transformers.AutoModelForCausalLM.from_pretrained(options.target, dtype=DTYPES[options.dtype])
+        target: Any = transformers.AutoModelForCausalLM.from_pretrained(options.target, dtype=DTYPES[options.dtype])
         target = target.to(device).eval()
     with refusing("--draft", options.draft), progress(f"Loading {options.draft}"):
         dtype = None if options.dtype == "auto" else DTYPES[options.dtype]

@@ -119,7 +119,7 @@ def generate(
     interrupt, target and drafter are as before.
     """
     single = isinstance(input_ids, Tensor)
-    prompts = [input_ids] if single else list(input_ids)
+    prompts: list[Any] = [input_ids] if single else list(input_ids)
     if not prompts:
         raise argument_error("input_ids", "at least one prompt", "an empty list")
     for number, prompt in enumerate(prompts):
@@ -404,7 +404,7 @@ class Stopwatch:
 # ---- the target
 
 
-def _last_logits(target: Target) -> dict[str, int]:
+def _last_logits(target: Target) -> dict[str, Any]:
     """The option that leaves out all logits but the last token's, if the target has it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(target.forward).parameters else {}
 

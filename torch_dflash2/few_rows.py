@@ -8,6 +8,7 @@ these varies. On two cores of an AMD EPYC (Zen 3) with MKL, SmolLM2-135M took 1.
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,13 @@ def use_few_row_linears(model: nn.Module) -> None:
 
     Measures for a second or so: call it again when the model's dtype changes.
     """
-    shapes = defaultdict(list)
+    shapes: dict[tuple[torch.Size, torch.dtype], list[Any]] = defaultdict(list)
     for module in model.modules():
         if type(module) in (nn.Linear, FewRowLinear) and module.bias is None and module.weight.device.type == "cpu":
             shapes[module.weight.shape, module.weight.dtype].append(module)
     for modules in shapes.values():
         weights = [module.weight for module in modules[:16]]  # in turns, as in a model: none stays in the CPU's cache
-        ways = [usual]
+        ways: list[Callable[[Tensor, Tensor], Tensor]] = [usual]
         for rows in TRIED_ROWS:
             ways += [_fastest(weights, rows)] * (rows + 1 - len(ways))
         for module in modules:

@@ -68,7 +68,9 @@ class Drafts:
     candidates: Tensor | None = None
 
     def first(self, rows: int) -> "Drafts":
-        return Drafts(*(x if x is None else x[:, :rows] for x in (self.token_ids, self.probabilities, self.candidates)))
+        token_ids, *others = (x if x is None else x[:, :rows] for x in (self.token_ids, self.probabilities, self.candidates))
+        assert token_ids is not None
+        return Drafts(token_ids, *others)
 
 
 def verify(sampling: Sampling, drafts: Drafts, target_logits: Tensor) -> tuple[Tensor, Tensor]:

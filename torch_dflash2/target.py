@@ -152,8 +152,9 @@ def _cache_layer_class() -> type:
             super().__init__()
             self.target, self.layer = target, layer
 
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            return self.layer.update(key_states, value_states)
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = self.layer.update(key_states, value_states)
+            return keys, values
 
         def get_seq_length(self) -> int:  # of the one lane that is being read; the masks of several are our own
             return self.target.lengths[self.target.lane or 0]
