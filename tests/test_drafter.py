@@ -1,19 +1,25 @@
-"""DFlash2DraftModel against PyPI dflash's with the same weights, what it loads and what it refuses."""
+"""The drafters against PyPI dflash's with the same weights, what they load and what they refuse."""
 
 import json
+import math
+import re
+import sys
 import types
 
 import dflash.model
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_cache import NoHostRead
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from torch_dflash2 import DFlash2DraftModel
+import torch_dflash2
+from torch_dflash2 import DFlash2DraftModel, DFlashDraftModel, Sampling
 from torch_dflash2 import cache as cache_module
 from torch_dflash2.drafter import DraftConfig
 
@@ -60,13 +66,33 @@ def config_json(window=24, **changes):
 
 REMOVED = object()
 DRAFT_ONLY = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+DFLASH_1 = {
+    "architectures": ["DFlashDraftModel"],
+    "is_causal": REMOVED,
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), REMOVED),
+}
+FULL_ONLY = DFLASH_1 | {"layer_types": REMOVED, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
+MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+KINDS = {
+    "DFlash 2": {},
+    "DFlash 2, causal": {"is_causal": True},
+    "DFlash 2, causal by default, some layers full": {"is_causal": REMOVED, **MIXED},
+    "DFlash 1, sliding layers causal, full one not": DFLASH_1 | MIXED,
+    "DFlash 1, full attention, blocks of 16": FULL_ONLY | {"block_size": 16},
+    "DFlash 1, causal": DFLASH_1 | MIXED | {"is_causal": True},
+    "DFlash 1, not causal": DFLASH_1 | MIXED | {"is_causal": False},
+    "yarn": DFLASH_1 | MIXED | {"rope_parameters": YARN | {"rope_theta": 300.0, "original_max_position_embeddings": 16}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5}},
+    "output multiplier and softcap": FULL_ONLY | {"output_multiplier": 0.7, "final_logit_softcapping": 1.5},
+}
 
 
 def published(config, seed=0):
     """PyPI dflash's model with random weights that let every part of it matter."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = dflash.model.DFlash2DraftModel(Qwen3Config(**config)).eval()
+        model = getattr(dflash.model, config["architectures"][0])(Qwen3Config(**config)).eval()
         for name, p in model.named_parameters():
             if name.endswith("norm.weight"):
                 p.data = 1 + 0.3 * torch.randn_like(p)
@@ -79,7 +105,7 @@ def published(config, seed=0):
 
 
 def ours(model, config, device="cpu"):
-    drafter = DFlash2DraftModel(DraftConfig.from_dict(config))
+    drafter = getattr(torch_dflash2, config["architectures"][0])(DraftConfig.from_dict(config))
     drafter.load_published({name: p.clone() for name, p in model.state_dict().items()})
     return drafter.to(device)
 
@@ -181,7 +207,7 @@ def compare_rounds(device, window, rounds, tolerance, *, in_float32=False, lanes
 
     worst, agreed, drafted = 0.0, 0, 0
     for _ in range(rounds):
-        rows = random(2, 9)
+        rows = random(2, max(9, drafter.block_size))
         anchors = torch.randint(VOCABULARY, (lanes,), generator=g)
         hidden = drafter(drafter.embed_block(embedding.to(device), anchors.to(device), rows), cache)
         logits = drafter.logits(hidden[:, 1:], heads[device])
@@ -191,7 +217,10 @@ def compare_rounds(device, window, rounds, tolerance, *, in_float32=False, lanes
             want = theirs[lane].draft(int(anchors[lane]), rows)
             worst = max(worst, relative(hidden[lane], want[0]))
             worst = max(worst, relative(logits[lane], model.compute_logits(want[:, 1:], head)[0]))
-            picked, _, _ = model.propose(want[:, 1:], anchors[lane : lane + 1], head, 0.0)
+            if isinstance(drafter, DFlash2DraftModel):
+                picked, _, _ = model.propose(want[:, 1:], anchors[lane : lane + 1], head, 0.0)
+            else:
+                picked = model.compute_logits(want[:, 1:], head).argmax(-1)
             agreed, drafted = agreed + int((picked[0] == tokens[lane].cpu()).sum()), drafted + rows - 1
         taps = torch.randn(lanes, rows, TAPS * HIDDEN, generator=g)
         counts = [random(0, rows) for _ in range(lanes)]
@@ -219,6 +248,12 @@ def unrounded(monkeypatch):
     monkeypatch.setattr(cache_module, "ops", float32_operators())
 
 
+@pytest.fixture
+def small_steps(monkeypatch):
+    """So that rings of full attention grow within a few rounds."""
+    monkeypatch.setattr(cache_module, "GROWTH", 32)
+
+
 # ---- the same hidden states, logits and drafts as PyPI dflash
 
 
@@ -230,6 +265,17 @@ def test_drafts_as_published(device, window):
 @pytest.mark.parametrize("window", [24, 37])
 def test_drafts_exactly_as_published_without_rounding(device, window, unrounded):
     agreement = compare_rounds(device, window, rounds=36, tolerance=1e-5, in_float32=True, seed=window)
+    assert agreement == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_drafts_as_published(device, kind, small_steps):
+    compare_rounds(device, 13, rounds=20, tolerance=2e-2, lanes=2, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_drafts_exactly_as_published_without_rounding(device, kind, unrounded, small_steps):
+    agreement = compare_rounds(device, 13, rounds=20, tolerance=1e-5, in_float32=True, lanes=2, seed=1, **KINDS[kind])
     assert agreement == 1.0
 
 
@@ -303,6 +349,49 @@ def test_propose_picks_what_the_published_selector_picks(device):
     assert by_logits < 80
 
 
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.5), Sampling(0.9, top_p=0.8, top_k=20)], ids=str)
+@pytest.mark.parametrize("kind", ["DFlash 2", "output multiplier and softcap"])
+def test_sample_draws_what_the_published_model_draws(kind, sampling):
+    """From one random state, token for token."""
+    config = config_json(**KINDS[kind])
+    model, (_, head) = published(config), tied_target()
+    drafter, g = ours(model, config), torch.Generator().manual_seed(0)
+    for rows in (1, 2, 7, 15):
+        hidden = torch.randn(4, rows, HIDDEN, generator=g)
+        anchors = torch.randint(VOCABULARY, (4,), generator=g)
+        with torch.random.fork_rng():
+            torch.manual_seed(rows)
+            if kind == "DFlash 2":
+                ids, candidates, probabilities = model.propose(hidden, anchors, head, sampling.temperature)
+            else:
+                logits = model.compute_logits(hidden, head)
+                probabilities = dflash.model._sampling_probs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+                ids, candidates = dflash.model._sample_probs(probabilities), None
+            torch.manual_seed(rows)
+            drafts = drafter.sample(hidden, anchors, head, sampling)
+        assert torch.equal(drafts.token_ids, ids)
+        assert drafts.candidates is candidates or torch.equal(drafts.candidates, candidates)
+        torch.testing.assert_close(drafts.probabilities, probabilities, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["DFlash 2", "DFlash 1, full attention, blocks of 16"])
+def test_sample_follows_its_generator_and_the_temperature(device, kind):
+    config = config_json(**KINDS[kind])
+    drafter, head = ours(published(config), config, device), tied_target()[1].to(device)
+    hidden = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
+    anchors = torch.tensor([1, 2, 3], device=device)
+
+    def draw(temperature, seed):
+        generator = torch.Generator(device).manual_seed(seed)
+        return drafter.sample(hidden, anchors, head, Sampling(temperature, generator=generator))
+
+    once, again, other = draw(1.0, 1), draw(1.0, 1), draw(1.0, 2)
+    assert torch.equal(once.token_ids, again.token_ids) and not torch.equal(once.token_ids, other.token_ids)
+    assert once.token_ids.dtype == torch.int64 and once.probabilities.dtype == torch.float32
+    torch.testing.assert_close(once.probabilities.sum(-1).cpu(), torch.ones(3, 5))
+    assert torch.equal(draw(1e-6, 3).token_ids, drafter.propose(hidden, anchors, head))
+
+
 # ---- context
 
 
@@ -347,6 +436,40 @@ def test_long_prompt_costs_the_window_alone(device):
     assert seen == [9] and cache.token_counts.tolist() == [400]
 
 
+def test_full_layers_of_a_long_prompt_see_all_of_it_and_sliding_ones_the_window(device):
+    config = config_json(9, **DFLASH_1 | MIXED)
+    drafter, seen = ours(published(config), config, device), []
+    for layer in drafter.layers:
+        layer.self_attn.k_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    cache = drafter.make_cache()
+    drafter.prefill_context(cache, torch.randn(1, 300, HIDDEN).to(device))
+    assert seen == [9, 9, 300] and [ring.shape[-2] for ring in cache.rings] == [9, 9, 384 + 128]
+
+
+def test_a_lane_is_prefilled_and_reset_while_others_go_on(device, small_steps):
+    """Each lane as if it were alone, the others' commits and a growing ring notwithstanding."""
+    config = config_json(11, **DFLASH_1 | MIXED)
+    drafter, g = ours(published(config), config, device), torch.Generator().manual_seed(0)
+    together, alone = drafter.make_cache(3), [drafter.make_cache() for _ in range(3)]
+    random = lambda *shape: torch.randn(*shape, HIDDEN, generator=g).to(device)  # noqa: E731
+    for step in range(9):
+        lane = step % 3
+        prompt = random(1, 5 + 3 * step)
+        if step > 4:
+            together.lane(lane).reset()
+            alone[lane].reset()
+        drafter.prefill_context(together.lane(lane), prompt)
+        drafter.prefill_context(alone[lane], prompt)
+        features, counts = random(3, 4), torch.tensor([step % 5, 4, 1], dtype=torch.int32, device=device)
+        drafter.commit_context(together, features, counts)
+        block = random(3, 6)
+        hidden = drafter(block, together)
+        for i, cache in enumerate(alone):
+            drafter.commit_context(cache, features[i : i + 1], counts[i : i + 1])
+            torch.testing.assert_close(hidden[i : i + 1], drafter(block[i : i + 1], cache), rtol=5e-3, atol=5e-3)
+        assert together.token_counts.tolist() == [cache.token_counts.item() for cache in alone]
+
+
 def test_any_int32_is_a_safe_length(device):
     drafter = ours(published(config_json(9)), config_json(9), device)
     cache = drafter.make_cache(2)
@@ -367,13 +490,16 @@ def test_empty_prompt_leaves_the_cache_as_it_was(device):
     assert hidden.isfinite().all()
 
 
-def test_block_attends_in_both_directions(device):
-    drafter = ours(published(config_json()), config_json(), device)
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_attends_in_both_directions_unless_causal(device, causal):
+    config = config_json(**DFLASH_1 | {"is_causal": causal})
+    drafter = ours(published(config), config, device)
     cache = drafter.make_cache()
     block = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
     before = drafter(block, cache)
     block[:, -1] += 1
-    assert (drafter(block, cache)[:, 0] != before[:, 0]).any()
+    changed = (drafter(block, cache) != before).any(-1)[0].tolist()
+    assert changed == ([False] * 4 if causal else [True] * 4) + [True]
 
 
 # ---- how it runs
@@ -387,8 +513,10 @@ def round_of(drafter, embedding, head):
     return drafting_round
 
 
-def test_a_round_is_one_graph(device):
-    drafter = ours(published(config_json()), config_json(), device)
+@pytest.mark.parametrize("kind", ["DFlash 2", "DFlash 1, sliding layers causal, full one not"])
+def test_a_round_is_one_graph(device, kind):
+    config = config_json(**KINDS[kind])
+    drafter = ours(published(config), config, device)
     embedding, head = (x.to(device) for x in tied_target())
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -397,7 +525,7 @@ def test_a_round_is_one_graph(device):
     commit = torch.compile(drafter.commit_context, backend=graphs, fullgraph=True)
     caches = drafter.make_cache(2), drafter.make_cache(2)
     g = torch.Generator().manual_seed(0)
-    for i in range(5):
+    for i in range(6):
         anchors = torch.randint(VOCABULARY, (2,), generator=g).to(device)
         got, want = compiled(anchors, caches[0]), eager(anchors, caches[1])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -406,14 +534,61 @@ def test_a_round_is_one_graph(device):
         commit(caches[0], features, counts)
         drafter.commit_context(caches[1], features, counts)
         torch.testing.assert_close(caches[0].rings, caches[1].rings, rtol=1e-2, atol=1e-2)
-        assert torch.equal(caches[0].token_counts, caches[1].token_counts)
+        assert torch.equal(caches[0].token_counts, caches[1].token_counts) and caches[0].longest == caches[1].longest
+        assert torch.equal(caches[0].mask(2, 6), caches[1].mask(2, 6))
         if i == 1:  # from then on `longest` is a number that may change
             compiled_for_good = graphs.frame_count
     assert graphs.frame_count == compiled_for_good <= 3
 
 
+@pytest.mark.parametrize("kind", ["DFlash 2", "DFlash 1, sliding layers causal, full one not"])
+def test_a_drafting_round_compiles_beside_eager_commits(kind):
+    """With inductor, in inference mode, as decoding does it: no recompilation after two rounds, no copy of a ring."""
+    config = config_json(37, **KINDS[kind])
+    drafter = ours(published(config), config)
+    embedding, head = tied_target()
+    torch._dynamo.reset()
+    eager = round_of(drafter, embedding, head)
+    compiled = torch.compile(eager, fullgraph=True)
+    cache, g = drafter.make_cache(2), torch.Generator().manual_seed(0)
+    halves = {2 * ring[0].numel() for ring in cache.rings} | {ring[0].numel() for ring in cache.rings}
+    with torch.inference_mode():
+        for i in range(5):
+            anchors = torch.randint(VOCABULARY, (2,), generator=g)
+            if i == 0:
+                got, code = run_and_get_code(compiled, anchors, cache)
+                allocated = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", "".join(code))
+                assert allocated and not {math.prod(map(int, re.findall(r"\d+", sizes))) for sizes in allocated} & halves
+            else:
+                with torch._dynamo.config.patch(error_on_recompile=i >= 2):
+                    got = compiled(anchors, cache)
+            want = eager(anchors, cache)
+            torch.testing.assert_close(got[0], want[0], rtol=1e-2, atol=1e-2)
+            assert torch.equal(got[1], want[1])
+            drafter.commit_context(cache, torch.randn(2, 6, HIDDEN, generator=g), torch.tensor([i, 6], dtype=torch.int32))
+
+
+def test_a_ring_that_grows_is_compiled_for_once(device, small_steps):
+    config = config_json(**FULL_ONLY)
+    drafter = ours(published(config), config, device)
+    embedding, head = (x.to(device) for x in tied_target())
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    eager = round_of(drafter, embedding, head)
+    compiled = torch.compile(eager, backend=graphs, fullgraph=True)
+    cache, g, sizes = drafter.make_cache(2), torch.Generator().manual_seed(0), set()
+    for _ in range(16):
+        anchors = torch.randint(VOCABULARY, (2,), generator=g).to(device)
+        torch.testing.assert_close(compiled(anchors, cache), eager(anchors, cache), rtol=1e-5, atol=1e-5)
+        features = torch.randn(2, 12, HIDDEN, generator=g).to(device)
+        drafter.commit_context(cache, features, torch.tensor([3, 12], dtype=torch.int32, device=device))
+        sizes.add(cache.rings[0].shape[-2])
+    assert len(sizes) > 3 and graphs.frame_count == 2
+
+
 def test_nothing_is_read_back_to_the_host(device):
-    drafter = ours(published(config_json(9)), config_json(9), device)
+    config = config_json(9, is_causal=REMOVED, **MIXED)
+    drafter = ours(published(config), config, device)
     embedding, head = (x.to(device) for x in tied_target())
     drafting_round, cache = round_of(drafter, embedding, head), drafter.make_cache(2)
     taps = torch.randn(2, 30, TAPS * HIDDEN).to(device)
@@ -423,8 +598,10 @@ def test_nothing_is_read_back_to_the_host(device):
         features = drafter.context_features(taps)
         drafter.prefill_context(cache, features, lengths)
         drafting_round(anchors, cache)
+        drafter.prefill_context(cache.lane(1), features[1:])
+        cache.reset(1)
         drafter.commit_context(cache, features[:, :6], counts)
-    assert cache.token_counts.tolist() == [36, 4]
+    assert cache.token_counts.tolist() == [36, 0]
 
 
 def test_no_gradients_are_kept(device):
@@ -457,7 +634,18 @@ def test_no_gradients_are_kept(device):
             lambda d, c, x: d.propose(x, torch.ones(2, 1), None),
             r"propose: anchor_ids: expected shape \[2\], got \[2, 1\]",
         ),
+        (
+            lambda d, c, x: d.sample(x, torch.ones(2, 1), None, Sampling()),
+            r"sample: anchor_ids: expected shape \[2\], got \[2, 1\]",
+        ),
         (lambda d, c, x: d.embed_block(x[0], torch.ones(2, 1)), r"embed_block: anchor_ids: expected shape \[any\]"),
+        *(
+            (
+                lambda d, c, x, rows=rows: d.embed_block(x[0], torch.ones(2).long(), rows),
+                rf"embed_block: rows: expected 2\.\.16, got {rows}",
+            )
+            for rows in (0, 1, 17, -1, 2.0, True)
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_and_change_nothing(call, message):
@@ -530,6 +718,76 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path):
         "norm.weight: expected floats of shape [48], got torch.int8 [48]",
     ):
         assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("loader", [DFlashDraftModel, DFlash2DraftModel])
+@pytest.mark.parametrize("kind", ["DFlash 2", "DFlash 1, sliding layers causal, full one not"])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_config_decides_the_class(tmp_path, loader, kind, named):
+    config = config_json(**KINDS[kind])
+    model = published(config)
+    config = {name: value for name, value in config.items() if named or name != "architectures"}
+    drafter = loader.from_pretrained(save(tmp_path, config, model.state_dict()))
+    assert type(drafter).__name__ == type(model).__name__
+    assert isinstance(drafter, DFlashDraftModel) and torch.equal(drafter.fc.weight, model.fc.weight)
+
+
+def test_a_class_refuses_the_config_of_the_other():
+    for model, kind in ((DFlashDraftModel, "DFlash 2"), (DFlash2DraftModel, "DFlash 1, causal")):
+        with pytest.raises(ValueError, match=rf"architectures: expected \['{model.__name__}'\]"):
+            model(DraftConfig.from_dict(config_json(**KINDS[kind])))
+
+
+def shard(folder, weights):
+    """Two shards and their index, as Hugging Face writes them."""
+    names, places = sorted(weights), {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file({name: weights[name].contiguous() for name in part}, folder / file)
+        places |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return places
+
+
+def test_loads_shards(tmp_path):
+    weights = small_drafter(24).state_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config_json()))
+    places = shard(tmp_path, weights)
+    drafter = DFlash2DraftModel.from_pretrained(tmp_path)
+    assert all(torch.equal(p, weights[name]) for name, p in drafter.state_dict().items())
+    (tmp_path / places["fc.weight"]).unlink()
+    with pytest.raises(FileNotFoundError, match=f"expected a file .*{places['fc.weight']}, found none"):
+        DFlash2DraftModel.from_pretrained(tmp_path)
+    index = {"weight_map": dict.fromkeys(places, "../model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"expected a file .*\.\./model.safetensors, found none"):
+        DFlash2DraftModel.from_pretrained(tmp_path)
+
+
+def test_loads_from_the_hub(tmp_path, monkeypatch):
+    folder, asked = save(tmp_path, config_json(), small_drafter(24).state_dict()), []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **options: asked.append((name, options)) or str(folder)
+    )
+    drafter = DFlash2DraftModel.from_pretrained("owner/a-drafter.b16", revision="v2")
+    assert drafter.config == DraftConfig.from_dict(config_json())
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    assert asked == [("owner/a-drafter.b16", {"revision": "v2", "allow_patterns": wanted})]
+
+
+def test_what_is_no_folder_and_not_on_the_hub(tmp_path, monkeypatch):
+    def refuse(name, **options):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match="owner/name is no folder here, and the Hugging Face hub gave none: offline"):
+        DFlashDraftModel.from_pretrained("owner/name")
+    for source in (tmp_path / "owner/name", "name", "./owner/name", "/owner/name"):  # these can only be folders
+        with pytest.raises(FileNotFoundError, match=r"drafter folder: expected a file .*config\.json, found none"):
+            DFlashDraftModel.from_pretrained(source)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"owner/name is no folder here, and .* pip install 'torch_dflash2\[hub\]'"):
+        DFlashDraftModel.from_pretrained("owner/name")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
@@ -705,9 +963,6 @@ def test_fields_at_the_top_level_serve_as_well():
 def test_rope_theta_is_found_where_a_config_keeps_it():
     scaling = config_json(rope_scaling={"rope_type": "default"}, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     assert DraftConfig.from_dict(scaling).rope.theta == 1e6
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_importing_needs_torch_alone_and_works_twice(flags):
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("transformers", "safetensors", "tokenizers", "gguf", "rich", "accelerate"):
+        if name.split(".")[0] in ("transformers", "safetensors", "tokenizers", "gguf", "rich", "accelerate", "huggingface_hub"):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import torch, importlib
