@@ -5,8 +5,13 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <limits>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "operators.h"
 
@@ -16,6 +21,8 @@ namespace {
 using at::BFloat16;
 
 constexpr int64_t kGrainBytes = 32 * 1024;  // less than this is not worth a second thread
+constexpr int64_t kStreamBytes = 8 << 20;   // packed keys or values of this size would push each other out of the cache
+constexpr int64_t kLineBytes = 64;          // of the cache; every row of a ring is a whole number of them long
 
 #define DFLASH2_DISPATCH_CURRENT(dtype, ...)                                                                \
   AT_DISPATCH_SWITCH(dtype, "dflash2",                                                                      \
@@ -28,9 +35,11 @@ const T* data(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
 }
 
+int64_t grain(int64_t row_bytes) { return std::max<int64_t>(1, kGrainBytes / row_bytes); }
+
 template <class Body>
 void parallel_rows(int64_t rows, int64_t row_bytes, const Body& body) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrainBytes / row_bytes), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows, grain(row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) body(row);
   });
 }
@@ -57,22 +66,69 @@ void pack_queries(const PackGeometry<int64_t>& g, const Current* current, BFloat
   });
 }
 
-// The block's own rows, then the ring from the newest token back, then zeros for what was never committed.
+// Can rows at this address be written past the cache? That spares reading what they replace.
+bool can_stream(const BFloat16* rows) {
+#ifdef __SSE2__
+  return reinterpret_cast<uintptr_t>(rows) % sizeof(__m128i) == 0;
+#else
+  return false;
+#endif
+}
+
+void stream_line(const std::byte* source, std::byte* line) {
+#ifdef __SSE2__
+  for (size_t i = 0; i < kLineBytes; i += sizeof(__m128i)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(line + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
+  }
+#endif
+}
+
+// Copies rows of a ring from the newest back, which is down in memory. Lines go down within a row as well: the
+// prefetcher then sees one stream and not a jump at every row.
+void copy_backwards(const BFloat16* newest, BFloat16* packed, int64_t rows, int64_t row_bytes, bool stream) {
+  const auto* source = reinterpret_cast<const std::byte*>(newest);
+  auto* destination = reinterpret_cast<std::byte*>(packed);
+  for (; rows > 0; --rows, source -= row_bytes, destination += row_bytes) {
+    for (int64_t line = row_bytes - kLineBytes; line >= 0; line -= kLineBytes) {
+      if (stream) {
+        stream_line(source + line, destination + line);
+      } else {
+        std::memcpy(destination + line, source + line, kLineBytes);
+      }
+    }
+  }
+}
+
+// The block's own rows, then the ring from the newest token back, then zeros for what was never committed. Threads
+// share the rows and not the heads, of which there may be few.
 template <class Current>
 void pack_ring(const PackGeometry<int64_t>& g, const BFloat16* ring, const Current* current, const int32_t* lengths,
                const int32_t* positions, BFloat16* packed) {
   const int64_t packed_length = g.packed_length(), row_bytes = g.head_dim * 2;
-  parallel_rows(g.lanes * g.kv_heads * packed_length, row_bytes, [&](int64_t row) {
-    const int64_t j = row % packed_length, head = row / packed_length, b = head / g.kv_heads, h = head % g.kv_heads;
-    BFloat16* destination = packed + row * g.head_dim;
-    if (j < g.rows) {
-      copy_row(current + ((b * g.rows + j) * g.kv_heads + h) * g.head_dim, destination, g.head_dim);
-    } else if (const int64_t age = j - g.rows; age < lengths[b]) {
-      const int64_t slot = ring_slot(int64_t(positions[b]) - 1 - age, g.window);
-      copy_row(ring + (head * g.window + slot) * g.head_dim, destination, g.head_dim);
-    } else {
-      std::memset(destination, 0, size_t(row_bytes));
+  const int64_t rows = g.lanes * g.kv_heads * packed_length;
+  const bool stream = rows * row_bytes >= kStreamBytes && can_stream(packed);
+  at::parallel_for(0, rows, grain(row_bytes), [&](int64_t begin, int64_t end) {
+    int64_t run;
+    for (int64_t row = begin; row < end; row += run) {
+      const int64_t j = row % packed_length, head = row / packed_length, b = head / g.kv_heads, h = head % g.kv_heads;
+      const int64_t age = j - g.rows, length = std::min<int64_t>(lengths[b], g.window - 1);
+      BFloat16* destination = packed + row * g.head_dim;
+      run = std::min(packed_length - j, end - row);  // at most: what is left of this head and of this thread's share
+      if (age < 0) {
+        run = 1;
+        copy_row(current + ((b * g.rows + j) * g.kv_heads + h) * g.head_dim, destination, g.head_dim);
+      } else if (age < length) {
+        const int64_t slot = ring_slot(int64_t(positions[b]) - 1 - age, g.window);
+        run = std::min({run, slot + 1, length - age});
+        copy_backwards(ring + (head * g.window + slot) * g.head_dim, destination, run, row_bytes, stream);
+      } else {
+        std::memset(destination, 0, size_t(run * row_bytes));
+      }
     }
+#ifdef __SSE2__
+    if (stream) _mm_sfence();  // the next reader may be another thread
+#endif
   });
 }
 
