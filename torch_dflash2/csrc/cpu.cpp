@@ -12,6 +12,9 @@
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "operators.h"
 
@@ -22,7 +25,8 @@ using at::BFloat16;
 
 constexpr int64_t kGrainBytes = 32 * 1024;  // less than this is not worth a second thread
 constexpr int64_t kStreamBytes = 8 << 20;   // packed keys or values of this size would push each other out of the cache
-constexpr int64_t kLineBytes = 64;          // of the cache; every row of a ring is a whole number of them long
+constexpr uintptr_t kLargePage = 2 << 20;
+constexpr int64_t kLineBytes = 64;  // of the cache; every row of a ring is a whole number of them long
 
 #define DFLASH2_DISPATCH_CURRENT(dtype, ...)                                                                \
   AT_DISPATCH_SWITCH(dtype, "dflash2",                                                                      \
@@ -144,6 +148,15 @@ void commit_rows(const CommitGeometry<int64_t>& g, const Current* tokens, const 
 }
 
 struct CpuKernels {
+  // A large output is memory that the system has yet to provide, on first touch and page by page: ask for large pages.
+  static void made(const Tensor& output) {
+#ifdef __linux__
+    const auto address = reinterpret_cast<uintptr_t>(output.const_data_ptr());
+    const uintptr_t begin = (address + kLargePage - 1) / kLargePage * kLargePage, end = address + output.nbytes();
+    if (begin + kLargePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  }
+
   static void pack_attention(const PackGeometry<int64_t>& g, const Tensor& ring_keys, const Tensor& ring_values,
                              const Tensor& current_queries, const Tensor& current_keys, const Tensor& current_values,
                              const Tensor& cache_lengths, const Tensor& write_positions, Tensor& packed_queries,
