@@ -16,6 +16,9 @@ COMPILE = ["-std=c++20", "-O3", "-Wall", "-fvisibility=hidden"]
 LINK: list[str] = []
 INCLUDE: list[str] = []
 
+if sys.platform == "linux":
+    COMPILE += ["-fopenmp"]  # at::parallel_for is inlined, and serial without it; not linked, as torch brings the runtime
+
 if sys.platform == "darwin":
     # The shader is embedded here, so that a library without its shader cannot exist. ARC, because the Metal objects then
     # need no reference counting by hand.

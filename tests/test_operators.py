@@ -273,6 +273,26 @@ def test_pack_attention_out_writes_its_outputs_and_nothing_else(device, margin):
         assert_margins(whole, m)
 
 
+@pytest.mark.parametrize("margin", [64, 1, 8])
+@pytest.mark.parametrize(("lanes", "kv_heads", "head_dim", "window"), [(1, 2, 256, 2081), (3, 3, 128, 1001)])
+def test_large_outputs(device, lanes, kv_heads, head_dim, window, margin):
+    """More than 2 MiB, which the CPU writes past its cache if they are aligned: full, wrapping, partial and empty rings."""
+    lengths, positions = [window - 1, window // 2, 0][:lanes], [7 * window + window // 3, window // 3, 5][:lanes]
+    inputs = pack_inputs(lanes, kv_heads, kv_heads, head_dim, 5, window, lengths=lengths, positions=positions)
+    for ring in inputs[:2]:
+        for b in range(lanes):
+            ages = torch.arange(window - 1)[lengths[b] :]
+            ring[b, :, (positions[b] - 1 - ages) % window] = float("nan")  # never committed, so never read
+            ring[b, :, positions[b] % window] = float("nan")
+    shapes = [(lanes, kv_heads, rows, head_dim) for rows in (5, window + 4, window + 4)]
+    canvases = [canvas(shape, torch.bfloat16, device, margin=margin) for shape in shapes]
+    names = ("packed_queries", "packed_keys", "packed_values")
+    ops.pack_attention.out(*on(device, inputs), **{name: c[1] for name, c in zip(names, canvases, strict=True)})
+    assert_bits([c[1] for c in canvases], oracle.pack_attention(*inputs))
+    for whole, _, m in canvases:
+        assert_margins(whole, m)
+
+
 @pytest.mark.parametrize("causal", [None, False, True])
 @pytest.mark.parametrize("margin", [64, 1])
 def test_fill_attention_mask_out_writes_the_mask_and_nothing_else(device, margin, causal):

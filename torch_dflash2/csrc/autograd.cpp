@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "writing.h"
+
 namespace {
 
 void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -39,15 +41,16 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
 }
 
 constexpr const char* kReturning[] = {"pack_attention", "fill_attention_mask"};
-constexpr const char* kWriting[] = {"pack_attention.out", "fill_attention_mask.out", "commit_kv", "set_mask_rows"};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dflash2, Autograd, m) {
   for (const char* name : kReturning) m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  for (const char* name : kWriting) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+  for (const char* name : dflash2::kWriting) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(dflash2, ADInplaceOrView, m) {
-  for (const char* name : kWriting) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  for (const char* name : dflash2::kWriting) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
 }

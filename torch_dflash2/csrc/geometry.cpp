@@ -2,7 +2,6 @@
 
 #include <array>
 #include <initializer_list>
-#include <string_view>
 #include <type_traits>
 
 namespace dflash2 {

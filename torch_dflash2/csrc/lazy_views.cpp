@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include "writing.h"
+
 namespace {
 
 template <c10::DispatchKey key>
@@ -22,18 +24,16 @@ void resolve(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
 }
 
-constexpr const char* kWriting[] = {"pack_attention.out", "fill_attention_mask.out", "commit_kv", "set_mask_rows"};
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dflash2, Negative, m) {
-  for (const char* name : kWriting) {
+  for (const char* name : dflash2::kWriting) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&resolve<c10::DispatchKey::Negative>>());
   }
 }
 
 TORCH_LIBRARY_IMPL(dflash2, Conjugate, m) {
-  for (const char* name : kWriting) {
+  for (const char* name : dflash2::kWriting) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&resolve<c10::DispatchKey::Conjugate>>());
   }
 }

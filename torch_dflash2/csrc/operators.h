@@ -1,7 +1,8 @@
 // The operators, once for every device: check the call, make what is returned, hand contiguous tensors to the kernels.
 //
-// A device is a class with four static kernels (see cpu.cpp and mps.mm). The Meta kernels of torch.compile are the same
-// operators over kernels that do nothing, so they accept and refuse exactly what the real ones do.
+// A device is a class with four static kernels (see cpu.cpp and mps.mm) and, if it wants to see each output before it
+// is written, a fifth, `made`. The Meta kernels of torch.compile are the same operators over kernels that do nothing,
+// so they accept and refuse exactly what the real ones do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -85,7 +86,9 @@ struct Operators {
  private:
   static Tensor empty(std::initializer_list<Int> sizes, const at::TensorOptions& options) {
     if constexpr (std::is_same_v<Int, int64_t>) {
-      return at::empty(sizes, options);
+      Tensor output = at::empty(sizes, options);
+      if constexpr (requires { Kernels::made(output); }) Kernels::made(output);
+      return output;
     } else {
       return at::empty_symint(sizes, options);
     }
