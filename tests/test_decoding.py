@@ -1,5 +1,6 @@
 """Speculative decoding against the plain loop, transformers' own generate and PyPI dflash's decoder."""
 
+import functools
 import inspect
 import random
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 import transformers
 from test_cache import NoHostRead
-from test_drafter import HIDDEN, config_json, float32_operators, one_thread, ours, published  # noqa: F401
+from test_drafter import DFLASH_1, HIDDEN, config_json, float32_operators, one_thread, ours, published  # noqa: F401
 
+from torch_dflash2 import Sampling, decoding, generate, greedy_generate
 from torch_dflash2 import cache as cache_module
-from torch_dflash2 import decoding, generate, greedy_generate
 from torch_dflash2.decoding import default_block_size
 
 WINDOW = 11  # of the drafter: not a power of two, and shorter than nearly every text here
@@ -454,3 +455,26 @@ def test_devices_that_do_not_fit():
         generate(target, drafter, prompt.to("mps"), max_new_tokens=5)
     with pytest.raises(ValueError, match=r"drafter: expected a model on the target's device, cpu, got mps:0"):
         generate(make_target(), drafter.to("mps"), prompt, max_new_tokens=5)
+
+
+# ---- torch.compile
+
+
+@pytest.mark.parametrize("kind", [{}, DFLASH_1], ids=["DFlash 2", "DFlash 1"])
+def test_compiled_is_the_same_and_compiles_no_more_after_two_rounds(device, monkeypatch, kind):
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    target, drafter = make_target(seed=1, device=device), make_drafter(device=device, **kind)
+    prompt = make_prompt(WINDOW + 2, 1, device)
+    want = greedy_generate(target, prompt, max_new_tokens=30)
+    frames = []
+
+    def count(tokens):
+        frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    for _ in range(2):
+        got = generate(target, drafter, prompt, max_new_tokens=30, block_size=4, compile=True, on_tokens=count)
+        assert got.token_ids == want.token_ids
+    assert frames[0] < frames[2] and set(frames[2:]) == {frames[2]}  # the second call finds it all compiled
+    sampled = generate(target, drafter, prompt, max_new_tokens=9, compile=True, sampling=Sampling(temperature=1e-4))
+    assert sampled.token_ids == want.token_ids[:9]

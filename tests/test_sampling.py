@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from test_decoding import make_drafter, make_prompt, make_target
-from test_drafter import one_thread  # noqa: F401
+from test_drafter import DFLASH_1, one_thread  # noqa: F401
 
 from torch_dflash2 import Sampling, Session, generate
 from torch_dflash2.sampling import Drafts, verify
@@ -115,12 +115,13 @@ def test_verified_tokens_have_the_targets_distribution(options, drafter):
             assert chi_square_fits(third.bincount(minlength=vocabulary), target_probabilities(first, then)), (first, then)
 
 
-def test_texts_have_the_targets_distribution():
+@pytest.mark.parametrize("changes", [{"selector_top_k": 3}, DFLASH_1], ids=["DFlash 2", "DFlash 1"])
+def test_texts_have_the_targets_distribution(changes):
     """Whole decodes: 4 tokens after a prompt, each prompt many times over, in lanes that share a round."""
     vocabulary = 5
     target = make_target(seed=1, vocabulary=vocabulary, num_hidden_layers=3)
     target.lm_head.weight.mul_(0.2)  # so that every token has a chance
-    drafter = make_drafter(vocabulary=vocabulary, dflash_config={"selector_top_k": 3})
+    drafter = make_drafter(vocabulary=vocabulary, **changes)
     prompt = make_prompt(3, vocabulary=vocabulary)
     sampling = Sampling(temperature=0.9, generator=torch.Generator().manual_seed(4))
     prompts = [prompt] * 600
