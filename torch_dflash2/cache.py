@@ -210,13 +210,11 @@ class RingKVCache:
         if missing:
             raise RuntimeError(f"advance: expected a commit to every layer first, got none to layers {missing}")
         total = self._written[0]
-        if counts is None:
-            self.token_counts.add_(total)
-        else:
+        if counts is not None:
             self._check_counts("advance", "counts", counts)
-            self.token_counts.add_(counts.clamp(0, total))
+        self.reserve(self.longest + total)
         self._set_longest([most + total for most in self._longest_of_lanes()])
-        self.reserve(self.longest)
+        self.token_counts.add_(total if counts is None else counts.clamp(0, total))
         self._start_round()
 
     # ---- between rounds
