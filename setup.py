@@ -3,6 +3,7 @@
 Everything else about the package is in pyproject.toml.
 """
 
+import os
 import pathlib
 import runpy
 import sys
@@ -16,8 +17,10 @@ COMPILE = ["-std=c++20", "-O3", "-Wall", "-fvisibility=hidden"]
 LINK: list[str] = []
 INCLUDE: list[str] = []
 
-if sys.platform == "linux":
-    COMPILE += ["-fopenmp"]  # at::parallel_for is inlined, and serial without it; not linked, as torch brings the runtime
+if sys.platform == "linux" and "clang" not in os.environ.get("CXX", ""):
+    # at::parallel_for is inlined, and serial without this. Not linked: torch brings the runtime, and a second one would have
+    # threads of its own. (clang's code asks for another runtime than torch's.)
+    COMPILE += ["-fopenmp"]
 
 if sys.platform == "darwin":
     # The shader is embedded here, so that a library without its shader cannot exist. ARC, because the Metal objects then
