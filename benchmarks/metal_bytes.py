@@ -38,7 +38,9 @@ def main() -> None:
     keys, values = (tensor(g.lanes, g.kv_heads, g.window, g.head_dim, dtype=torch.bfloat16) for _ in range(2))
     queries = tensor(g.lanes, g.rows, g.q_heads, g.head_dim)
     current = tensor(g.lanes, g.rows, g.kv_heads, g.head_dim)
+    other = torch.zeros_like(current)
     tokens = tensor(g.lanes, TOKENS, g.kv_heads, g.head_dim)
+    more = torch.zeros_like(tokens)
     counts = torch.full((g.lanes,), TOKENS, dtype=torch.int32, device="mps")
     hidden, embedding = tensor(g.lanes * g.rows, g.hidden_size), tensor(g.hidden_size, dtype=torch.bfloat16)
 
@@ -48,7 +50,7 @@ def main() -> None:
     numbers = 4 * g.lanes  # bytes of an argument with one int32 a lane
     calls = {  # the call, bytes it must read, bytes it must write
         "pack_attention": (
-            lambda: ops.pack_attention(keys, values, queries, current, current, full, full),
+            lambda: ops.pack_attention(keys, values, queries, current, other, full, counts),
             4 * (queries.numel() + 2 * current.numel()) + ring_rows + 2 * numbers,
             2 * queries.numel() + packed_rows,
         ),
@@ -63,7 +65,7 @@ def main() -> None:
             2 * g.lanes * g.q_heads // g.kv_heads * g.rows * packed,
         ),
         f"commit_kv of {TOKENS}": (
-            lambda: ops.commit_kv(tokens, tokens.clone(), counts, full, keys, values),
+            lambda: ops.commit_kv(tokens, more, counts, full, keys, values),
             8 * tokens.numel() + 2 * numbers,
             4 * tokens.numel(),
         ),

@@ -174,6 +174,7 @@ MODELS = ["--target", "T", "--draft", "D", "--device", "cpu"]
         (["generate", "--target", "T", "--draft", "/none", "--prompt", "x"], "--draft: cannot load /none: "),
         (["generate", *MODELS, "--device", "tpu"], "--device: expected mps or cpu on this machine, got tpu"),
         (["generate", *MODELS, "--prompt", " "], "--prompt: expected some text, got only blanks"),
+        (["generate", *MODELS, "--prompt", "caf\udce9"], "--prompt: expected text in UTF-8, got other bytes"),
         (["generate", *MODELS, "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
         (["generate", *MODELS, "--prompt", "x", "--block-size", "99"], "block_size: expected a whole number in 2..8"),
         (["generate", *MODELS, "--temperature", "-1"], "temperature: expected a number above 0, got -1.0"),

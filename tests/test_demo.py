@@ -96,6 +96,8 @@ def test_the_32_prompts():
         (["--block", "four"], {}, "BLOCK: expected a whole number in 2..8, got 'four'"),
         ([], {"DTYPE": "float16"}, "DTYPE: expected float32 or bfloat16, got 'float16'"),
         ([], {"PROMPT": "  "}, "PROMPT: expected some text, got only blanks"),
+        ([], {"PROMPT": "caf\udce9"}, "PROMPT: expected text in UTF-8, got other bytes"),
+        ([], {"MAX_NEW_TOKENS": "9" * 5000}, f"MAX_NEW_TOKENS: expected a whole number in 1..8192, got '{'9' * 40}'"),
         (["--prompt", ""], {"PROMPT": "x"}, "PROMPT: expected some text, got only blanks"),
         ([], {"MAX_NEW_TOKENS": "0"}, "MAX_NEW_TOKENS: expected a whole number in 1..8192, got '0'"),
         ([], {"MAX_NEW_TOKENS": "-5"}, "MAX_NEW_TOKENS: expected a whole number in 1..8192, got '-5'"),

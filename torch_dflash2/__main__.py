@@ -310,7 +310,11 @@ def sampling_of(options: argparse.Namespace, device: Any) -> Any:
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    try:
+        prompt = sys.stdin.read() if options.prompt is None else options.prompt
+        prompt.encode()  # fails where the shell's bytes were not UTF-8
+    except UnicodeError:
+        raise Refused("--prompt: expected text in UTF-8, got other bytes") from None
     if not prompt.strip():
         raise Refused("--prompt: expected some text, got only blanks")
     return prompt

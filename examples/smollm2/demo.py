@@ -55,8 +55,9 @@ def parse_request(arguments: list[str], environment: dict[str, str]) -> Request:
         text = given(name)
         if text is None:
             return None
-        if not text.strip().isdecimal() or not low <= int(text) <= high:
-            raise BadRequest(f"{name.upper()}: expected a whole number in {low}..{high}, got {text!r}")
+        text = text.strip()
+        if not text.isdecimal() or len(text) > 9 or not low <= int(text) <= high:
+            raise BadRequest(f"{name.upper()}: expected a whole number in {low}..{high}, got {text[:40]!r}")
         return int(text)
 
     prompt = given("prompt")
@@ -64,6 +65,8 @@ def parse_request(arguments: list[str], environment: dict[str, str]) -> Request:
         prompt = DEFAULT_PROMPT
     if not prompt.strip():
         raise BadRequest("PROMPT: expected some text, got only blanks")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python passes on bytes that are not UTF-8
+        raise BadRequest("PROMPT: expected text in UTF-8, got other bytes")
     dtype = given("dtype") or "float32"
     if dtype not in DTYPES:
         raise BadRequest(f"DTYPE: expected {' or '.join(DTYPES)}, got {dtype!r}")
