@@ -94,7 +94,7 @@ MUTANTS = {
     "unaligned load byte order": (SHADER, "uint(source[2 * i + 1]) << 16", "uint(source[2 * i + 1]) << 8"),
     "unaligned store misses a half": (SHADER, "destination[2 * i + 1] = ushort(packed[i] >> 16);", ""),
     "mask window anchored to the block": (SHADER, "row + 1 + column - p.rows < p.window", "1 + column - p.rows < p.window"),
-    "mask window one too wide": (SHADER, "column - p.rows < p.window)", "column - p.rows <= p.window)"),
+    "mask window one too wide": (SHADER, "column - p.rows < p.window;", "column - p.rows <= p.window;"),
     "mask column off by one": (SHADER, "in_block = column < p.rows", "in_block = column <= p.rows"),
     "mask length off by one": (SHADER, "int(column - p.rows) < cache_lengths[lane]", "int(column - p.rows) <= cache_lengths[lane]"),
     "mask not quite minus infinity": (SHADER, "0xFF80", "0xFF7F"),
