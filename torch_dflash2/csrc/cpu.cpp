@@ -23,8 +23,8 @@ namespace {
 
 using at::BFloat16;
 
-constexpr int64_t kGrainBytes = 32 * 1024;  // less than this is not worth a second thread
-constexpr int64_t kStreamBytes = 2 << 20;   // packed keys or values of this size are better not kept in the cache
+constexpr int64_t kGrainBytes = 256 * 1024;  // less than this is copied sooner than a second thread wakes up
+constexpr int64_t kStreamBytes = 2 << 20;    // packed keys or values of this size are better not kept in the cache
 constexpr uintptr_t kLargePage = 2 << 20;
 constexpr int64_t kLineBytes = 64;  // of the cache; every row of a ring is a whole number of them long
 
