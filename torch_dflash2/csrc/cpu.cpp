@@ -23,10 +23,9 @@ namespace {
 
 using at::BFloat16;
 
-constexpr int64_t kGrainBytes = 32 * 1024;  // less than this is not worth a second thread
-constexpr int64_t kStreamBytes = 2 << 20;   // packed keys or values of this size are better not kept in the cache
-constexpr uintptr_t kLargePage = 2 << 20;
-constexpr int64_t kLineBytes = 64;  // of the cache; every row of a ring is a whole number of them long
+constexpr int64_t kGrainBytes = 256 * 1024;  // less than this is copied sooner than a second thread wakes up
+constexpr int64_t kStreamBytes = 2 << 20;    // packed keys or values of this size are better not kept in the cache
+constexpr int64_t kLineBytes = 64;           // of the cache; every row of a ring is a whole number of them long
 
 #define DFLASH2_DISPATCH_CURRENT(dtype, ...)                                                                \
   AT_DISPATCH_SWITCH(dtype, "dflash2",                                                                      \
@@ -163,6 +162,7 @@ struct CpuKernels {
   // A large output is memory that the system has yet to provide, on first touch and page by page: ask for large pages.
   static void made(const Tensor& output) {
 #ifdef __linux__
+    constexpr uintptr_t kLargePage = 2 << 20;
     const auto address = reinterpret_cast<uintptr_t>(output.const_data_ptr());
     const uintptr_t begin = (address + kLargePage - 1) / kLargePage * kLargePage, end = address + output.nbytes();
     if (begin + kLargePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
