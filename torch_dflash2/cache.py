@@ -83,6 +83,7 @@ class RingKVCache:
         with torch.inference_mode(False):  # else a cache made in inference mode could not be written outside of it
             self._rings = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
             self.token_counts = torch.zeros(lanes, dtype=torch.int32, device=device)
+        self._kept_halves: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * layers  # of which ring, keys, values
         self._longest = [0] * lanes
         self._whole: RingKVCache | None = None  # of a cache made by `lane`: the one that it is part of
         self._first = 0  # ... and which lane of it
@@ -120,7 +121,7 @@ class RingKVCache:
         if layer in self._written:  # the commit has overwritten tokens that are still in the window
             raise RuntimeError(f"pack: layer {layer} was committed to in this round; call advance first")
         self._check_relatives("pack")
-        ring_keys, ring_values = self._ring(layer)
+        ring_keys, ring_values = self._halves(layer)
         counts = self.token_counts
         return ops.pack_attention(ring_keys, ring_values, queries, keys, values, counts, counts)
 
@@ -152,7 +153,7 @@ class RingKVCache:
         They count once `advance(counts)` is called.
         """
         self._check_write("commit", layer, keys.shape[1] if keys.dim() > 1 else 0)
-        ring_keys, ring_values = self._ring(layer)
+        ring_keys, ring_values = self._halves(layer)
         ops.commit_kv(keys, values, counts, self.token_counts, ring_keys, ring_values)
         self._written[layer] = keys.shape[1]
 
@@ -323,6 +324,18 @@ class RingKVCache:
         if self._whole is None:
             return self._rings[layer]
         return self._whole._rings[layer][:, self._first : self._first + 1]
+
+    def _halves(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A ring's keys and values. Making these two views takes nearly as long as an operator's call: they are kept."""
+        ring = self._ring(layer)
+        if torch.compiler.is_compiling() or self._whole is not None:
+            keys, values = ring
+            return keys, values
+        kept = self._kept_halves[layer]
+        if kept is None or kept[0] is not ring:
+            keys, values = ring
+            self._kept_halves[layer] = kept = ring, keys, values
+        return kept[1:]
 
     def _longest_of_lanes(self) -> list[int]:
         whole = self if self._whole is None else self._whole

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from .cache import MAX_ROWS, RingKVCache
 from .sampling import Drafts, Sampling
 
+GRANULE = 128  # tokens: attention covers a multiple of so many, where the text is shorter than the window
 Rotation = tuple[Tensor, Tensor]  # cosines and signed sines, [B, tokens, 1, D]
 
 
@@ -402,14 +403,14 @@ class Attention(nn.Module):
         return rotate(self.k_norm(keys), rotation), values
 
     def forward(self, x: Tensor, rotation: Rotation, cache: RingKVCache, mask: Tensor) -> Tensor:
-        """mask [B, 1, H / Hk * R, K], one for all key/value heads."""
+        """mask [B, 1, H / Hk * R, columns], one for all key/value heads; what is packed beyond its columns is empty."""
         lanes, rows, _ = x.shape
         queries = self.q_proj(x).view(lanes, rows, self.heads, self.head_dim)
         queries = rotate(self.q_norm(queries), rotation)
         queries, keys, values = cache.pack(self.layer, queries, *self.keys_values(x, rotation))
         # The query heads that share a key/value head are neighbours: as rows of one head they need no copy of the keys.
-        grouped = (lanes, self.kv_heads, self.heads // self.kv_heads * rows)
-        out = F.scaled_dot_product_attention(queries.view(*grouped, -1), keys, values, mask)
+        grouped, columns = (lanes, self.kv_heads, self.heads // self.kv_heads * rows), mask.shape[-1]
+        out = F.scaled_dot_product_attention(queries.view(*grouped, -1), keys[:, :, :columns], values[:, :, :columns], mask)
         out = out.view(lanes, self.heads, rows, self.head_dim).transpose(1, 2).flatten(2)
         return self.o_proj(out.to(x.dtype))
 
@@ -714,8 +715,10 @@ class DFlashDraftModel(nn.Module):
         for index, layer in enumerate(self.layers):
             kind = self.config.windows[index], self.config.causal[index]
             if kind not in masks:
-                mask = cache.mask(group, rows, layer=index, causal=kind[1])
-                masks[kind] = mask.view(lanes, 1, group * rows, -1)
+                mask = cache.mask(group, rows, layer=index, causal=kind[1]).view(lanes, 1, group * rows, -1)
+                if not torch.compiler.is_compiling():  # compiled, every other length would be another graph
+                    mask = mask[..., : rows + -(-cache.longest // GRANULE) * GRANULE]
+                masks[kind] = mask
             hidden = layer(hidden, rotation, cache, masks[kind])
         return self.norm(hidden)
 
