@@ -16,7 +16,7 @@ DEVICE ?=
 override PROMPT := $(value PROMPT)
 export PROMPT DTYPE BLOCK MAX_NEW_TOKENS DEVICE
 
-.PHONY: help demo evaluate test lint bench mac-check mutants coverage dist clean clang
+.PHONY: help demo evaluate kinds test lint bench mac-check mutants coverage dist clean clang
 
 help:  ## show what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: .venv/test  ## check style and types: ruff, mypy, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+kinds: .venv/bench .venv/package  ## what speculative decoding gains on each kind of text, and with four prompts at once, minutes
+	@$(BIN)/python benchmarks/kinds_of_text.py $(if $(BLOCK),--block-size $(BLOCK))
 
 bench: .venv/bench .venv/package  ## time each operator, and a drafting round against the length of the text, minutes
 	$(BIN)/python benchmarks/operators.py $(if $(DEVICE),--device $(DEVICE))

@@ -6,6 +6,7 @@ from test_decoding import VOCABULARY, WINDOW, make_drafter, make_prompt, make_ta
 from test_drafter import one_thread  # noqa: F401
 
 from torch_dflash2 import Session, generate, greedy_generate
+from torch_dflash2.decoding import Decoder
 
 
 def make_session(device="cpu", seed=1, **options):
@@ -180,3 +181,20 @@ def test_bad_arguments_change_nothing():
         with pytest.raises(ValueError, match=rf"tokens: expected a whole number in 0..{len(text)}, got {tokens}"):
             session.rewind(tokens)
     assert session.generate(max_new_tokens=5).token_ids == plain(target, text, 5)
+
+
+def test_a_target_with_a_sliding_window_goes_back_too():
+    """generate lets its cache forget what left the window; a session must not, and gives the same."""
+    target, drafter = make_target("Mistral", 2, sliding_window=7), make_drafter()
+    assert not Decoder(target, drafter).target.rewinds
+    session = Session(target, drafter, block_size=4, stop_token_ids=())
+    session.generate(make_prompt(20, 2), max_new_tokens=20)
+    assert session.token_ids[20:] == plain(target, session.token_ids[:20], 20)
+    for keep in (33, 12, 5):
+        session.rewind(keep)
+        fork, text = session.fork(), list(session.token_ids)
+        assert (
+            session.generate(max_new_tokens=10).token_ids
+            == fork.generate(max_new_tokens=10).token_ids
+            == plain(target, text, 10)
+        )

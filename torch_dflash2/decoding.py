@@ -169,7 +169,7 @@ class Decoder:
     """A target and its drafter in step, on 1..4 lanes. `generate` and `Session` are loops around it.
 
     Of each lane, both have read the same tokens: all of its text but the newest token, the anchor. Arguments are those of
-    `generate`; the methods run in inference mode.
+    `generate` and `TargetLanes`; the methods run in inference mode.
 
     remaining  int32 [lanes], on the device: how many tokens each lane may still take, 0 where its text has ended.
     """
@@ -184,13 +184,14 @@ class Decoder:
         sampling: Sampling | None = None,
         stop_token_ids: Iterable[int] | None = None,
         compile: bool = False,
+        rewinds: bool = False,
     ) -> None:
         self.device = _check_pair(target, drafter)
         self.stops = _stop_tokens(target) if stop_token_ids is None else _checked_stop_tokens(stop_token_ids)
         self.drafter, self.lanes, self.sampling = drafter, lanes, sampling
         self.block_size = _check_block_size(drafter, default_block_size(drafter, target) if block_size is None else block_size)
         self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
-        self.target, self.cache = TargetLanes(target, lanes), drafter.make_cache(lanes)
+        self.target, self.cache = TargetLanes(target, lanes, rewinds=rewinds), drafter.make_cache(lanes)
         self.anchors = torch.zeros(lanes, 1, dtype=torch.int64, device=self.device)
         self.remaining = torch.zeros(lanes, dtype=torch.int32, device=self.device)
         self.stop_ids = torch.tensor(sorted(self.stops), dtype=torch.int64, device=self.device)

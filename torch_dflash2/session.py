@@ -38,7 +38,7 @@ class Session:
     ) -> None:
         self._options: dict[str, Any] = {"block_size": block_size, "sampling": sampling, "compile": compile}
         with torch.inference_mode():
-            self._decoder = Decoder(target, drafter, stop_token_ids=stop_token_ids, **self._options)
+            self._decoder = Decoder(target, drafter, stop_token_ids=stop_token_ids, rewinds=True, **self._options)
         self.token_ids: list[int] = []
         self._features: list[Tensor] = []  # of every token that was read, [1, n, hidden] each
         self._torn = False  # an error or interrupt came while target and drafter were out of step

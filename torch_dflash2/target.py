@@ -30,17 +30,20 @@ class TargetLanes:
 
     lengths  tokens that count of each lane. `read` leaves them; `keep` moves them on.
 
-    One lane takes any target that transformers can roll back. More than one, `fork` and `rewind` take targets of full and
-    sliding attention only. Raises ValueError for others.
+    rewinds: asks for `fork` and `rewind`. They and more than one lane take targets of full and sliding attention only, and
+    keep keys and values of the whole text in sliding layers as well. One lane without them takes any target that
+    transformers can roll back. Raises ValueError for others, but at the call of `fork` or `rewind`.
     """
 
-    def __init__(self, model: Target, lanes: int) -> None:
+    def __init__(self, model: Target, lanes: int, *, rewinds: bool = False) -> None:
         self.model, self.lanes = model, lanes
         self.lengths = [0] * lanes
         cache = transformers_cache(model)
-        self.rewinds = _is_attention_only(model, cache)
+        attention_only = _is_attention_only(model, cache)
+        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+        self.rewinds = attention_only and (rewinds or lanes > 1 or set(windows) == {None})
         if self.rewinds:
-            self.layers = [_Layer(self, getattr(layer, "sliding_window", None)) for layer in cache.layers]
+            self.layers = [_Layer(self, window) for window in windows]
             cache.layers = [_cache_layer_class()(self, layer) for layer in self.layers]
         elif lanes > 1:
             raise ValueError(
@@ -85,7 +88,7 @@ class TargetLanes:
         """A copy with keys and values of its own, of the same model."""
         if not self.rewinds:
             raise ValueError(f"target: expected full and sliding attention only to fork a text, got {_kinds(self.model)}")
-        other = TargetLanes(self.model, self.lanes)
+        other = TargetLanes(self.model, self.lanes, rewinds=True)
         other.lengths = list(self.lengths)
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             theirs.buffers = tuple(buffer.clone() for buffer in ours.buffers)
