@@ -472,6 +472,8 @@ def test_full_attention_grows_by_half_and_never_for_tokens_that_were_not_kept(de
             cache.longest = wrong
         with pytest.raises(ValueError, match="reserve: tokens: expected a number of tokens"):
             cache.reserve(wrong)
+    with pytest.raises(ValueError, match=r"reserve: tokens: expected a number of tokens in 0..67108848, got 1000000000000"):
+        cache.reserve(10**12)
     cache.reset()
     assert cache.longest == 0
 
@@ -721,4 +723,15 @@ def test_a_refused_prefill_writes_nothing():
         cache.prefill(0, keys, values.detach().half())
     with pytest.raises(ValueError, match="keys: expected float32"):
         cache.prefill(0, keys.double(), values.detach().double())
+    keys, counts = keys.to(torch.bfloat16), torch.ones(1, dtype=torch.int32)
+    for call, message in (
+        (lambda: cache.prefill(0, keys.tolist(), keys), "prefill: keys: expected a tensor, got list"),
+        (lambda: cache.prefill(0, keys, None), "prefill: values: expected a tensor, got NoneType"),
+        (lambda: cache.prefill(0, keys, keys, [2]), "prefill: lengths: expected a tensor, got list"),
+        (lambda: cache.prefill(0, keys, keys, tokens="2"), "prefill: tokens: expected a number of tokens, at least 0, got '2'"),
+        (lambda: cache.commit(0, keys, keys.numpy, counts), "commit: values: expected a tensor, got builtin_function"),
+        (lambda: cache.commit(0, keys, keys, 1), "commit: counts: expected a tensor, got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     assert not any(ring.any() for ring in cache.rings)

@@ -1,6 +1,7 @@
 """python -m torch_dflash2, with a tiny target and drafter on disk."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -177,8 +178,14 @@ MODELS = ["--target", "T", "--draft", "D", "--device", "cpu"]
         (["generate", *MODELS, "--prompt", "caf\udce9"], "--prompt: expected text in UTF-8, got other bytes"),
         (["generate", *MODELS, "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
         (["generate", *MODELS, "--prompt", "x", "--block-size", "99"], "block_size: expected a whole number in 2..8"),
-        (["generate", *MODELS, "--temperature", "-1"], "temperature: expected a number above 0, got -1.0"),
+        (["generate", *MODELS, "--temperature", "-1"], "temperature: expected a number in 1e-6..1e6, got -1.0"),
         (["generate", *MODELS, "--temperature", "1", "--top-p", "2"], "top_p: expected a number in (0, 1], got 2.0"),
+        (["generate", *MODELS, "--top-p", "0.9"], "--top-p: expected a --temperature above 0 with it, got greedy decoding"),
+        (["generate", *MODELS, "--top-k", "9"], "--top-k: expected a --temperature above 0 with it, got greedy decoding"),
+        (["chat", *MODELS, "--seed", "0"], "--seed: expected a --temperature above 0 with it, got greedy decoding"),
+        (["generate", *MODELS, "--temperature", "1", "--seed", "-1"], "--seed: expected a number in 0..2**63-1, got -1"),
+        (["generate", *MODELS, "--temperature", "1", "--seed", str(2**63)], "--seed: expected a number in 0..2**63-1, got"),
+        (["generate", *MODELS, "--prompt", "x", "--max-new-tokens", str(2**31)], "max_new_tokens: expected a whole number"),
     ],
 )
 def test_what_is_wrong_takes_one_line(models, capsys, arguments, message):
@@ -186,3 +193,38 @@ def test_what_is_wrong_takes_one_line(models, capsys, arguments, message):
     assert main([folders.get(argument, argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("torch_dflash2: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "file,content,message",
+    [
+        ("draft/config.json", b"[]", "--draft: cannot load"),
+        ("draft/config.json", b"\xff", "--draft: cannot load"),
+        ("draft/model.safetensors", b"", "--draft: cannot load"),
+        ("target/model.safetensors", b"{", "--target: cannot load"),
+        ("target/config.json", b"[]", "--target: cannot load"),
+        ("target/tokenizer.json", b"{}", "--target: cannot load"),
+        ("target/chat_template.jinja", b"{{ raise_exception('no user') }}", "--target: its chat template fails: no user"),
+        ("target/chat_template.jinja", b"{% if", "--target: its chat template fails: "),
+        ("target/chat_template.jinja", b"{% if 0 %}x{% endif %}", "--prompt: expected text of at least one token, got none"),
+    ],
+)
+def test_broken_files_take_one_line(models, tmp_path, capsys, file, content, message):
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    folders = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    assert main(["generate", *folders, "--device", "cpu", "--prompt", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"torch_dflash2: {message}") and err.count("\n") == 1
+
+
+def test_chat_goes_on_after_bytes_that_are_no_text(models):
+    options = ["--target", models / "target", "--draft", models / "draft", "--device", "cpu", "--max-new-tokens", "6"]
+    run = subprocess.run(
+        [sys.executable, "-m", "torch_dflash2", "chat", *options],
+        input=b"caf\xe9\nhello\n",
+        capture_output=True,
+        timeout=120,
+    )
+    assert run.returncode == 0 and run.stderr.decode() == "torch_dflash2: expected text in UTF-8, got other bytes\n"
+    assert run.stdout.decode() == f"> > {plain_text(models, 'u:hello;a:', 6)}\n> \n"

@@ -5,6 +5,7 @@ import inspect
 import random
 
 import dflash.model
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -404,12 +405,14 @@ def test_an_interrupt_leaves_target_and_drafter_as_they_were():
     ({"input_ids": [1, 2, 3]}, r"input_ids(\[0\])?: expected an int64 or int32 tensor .* got (int|list)"),
     ({"input_ids": torch.tensor([[0, 97]])}, r"input_ids: expected token ids in 0..96, got ids from 0 to 97"),
     ({"input_ids": torch.tensor([[-1, 5]])}, r"input_ids: expected token ids in 0..96, got ids from -1 to 5"),
-    ({"max_new_tokens": 0}, r"max_new_tokens: expected a whole number of at least 1, got 0"),
+    ({"max_new_tokens": 0}, r"max_new_tokens: expected a whole number of at least 1, below .*, got 0"),
+    ({"max_new_tokens": 2**31}, r"max_new_tokens: expected .* got 2147483648"),
     ({"max_new_tokens": -3}, r"max_new_tokens: expected .* got -3"),
     ({"max_new_tokens": 2.5}, r"max_new_tokens: expected .* got 2.5"),
     ({"stop_token_ids": 5}, r"stop_token_ids: expected token ids, .* got 5"),
     ({"stop_token_ids": "</s>"}, r"stop_token_ids: expected token ids, .* got '</s>'"),
     ({"stop_token_ids": [None]}, r"stop_token_ids: expected token ids, .* got \[None\]"),
+    ({"stop_token_ids": [10**12]}, r"stop_token_ids: expected token ids, .* got \[1000000000000\]"),
 ])  # fmt: skip
 def test_bad_requests(change, message):
     target, drafter = make_target(), make_drafter()
@@ -418,6 +421,18 @@ def test_bad_requests(change, message):
         generate(target, drafter, **arguments)
     with pytest.raises(ValueError, match=message):
         greedy_generate(target, **arguments)
+
+
+def test_what_is_no_sampling():
+    with pytest.raises(ValueError, match="sampling: expected a Sampling, or None for greedy, got dict"):
+        generate(make_target(), make_drafter(), make_prompt(3), max_new_tokens=5, sampling={"temperature": 1.0})
+
+
+def test_numbers_may_be_numpy():
+    target, drafter, prompt = make_target(), make_drafter(), make_prompt(3)
+    want = generate(target, drafter, prompt, max_new_tokens=9, block_size=3)
+    got = generate(target, drafter, prompt, max_new_tokens=np.int64(9), block_size=np.int64(3), stop_token_ids=np.array([200]))
+    assert got.token_ids == want.token_ids and got.stats.block_size == 3
 
 
 @pytest.mark.parametrize("block_size", [1, 0, -2, 9, 4.0, True])
@@ -442,6 +457,7 @@ def test_targets_and_drafters_that_do_not_fit():
         r"drafter: expected taps on the target's layers, 0..1, got .*\[0, 2\]",
     )
     refused(make_target().train(), drafter, r"target: expected a model in eval mode")
+    refused(make_target(), None, "drafter: expected a DFlashDraftModel or DFlash2DraftModel, got NoneType")
     headless = make_target()
     headless.lm_head = None
     refused(headless, drafter, r"target: expected a model with an output head, got LlamaForCausalLM")
@@ -478,3 +494,13 @@ def test_compiled_is_the_same_and_compiles_no_more_after_two_rounds(device, monk
     assert frames[0] < frames[2] and set(frames[2:]) == {frames[2]}  # the second call finds it all compiled
     sampled = generate(target, drafter, prompt, max_new_tokens=9, compile=True, sampling=Sampling(temperature=1e-4))
     assert sampled.token_ids == want.token_ids[:9]
+
+
+def test_one_process_compiles_every_block_size(monkeypatch):
+    """More graphs of one function than torch.compile allows by itself."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    target, drafter, prompt = make_target(seed=1), make_drafter(block_size=16, window=19), make_prompt(5)
+    want = greedy_generate(target, prompt, max_new_tokens=4).token_ids
+    for block_size in range(2, 17):
+        assert generate(target, drafter, prompt, max_new_tokens=4, block_size=block_size, compile=True).token_ids == want

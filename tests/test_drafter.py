@@ -762,6 +762,13 @@ def test_loads_shards(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match=r"expected a file .*\.\./model.safetensors, found none"):
         DFlash2DraftModel.from_pretrained(tmp_path)
+    for index in ([], {}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"fc.weight": 1}}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=r"drafter folder: expected .* to name the file of each weight in weight_map"):
+            DFlash2DraftModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"drafter config: .*config.json: expected a JSON object, got \[\]"):
+        DFlash2DraftModel.from_pretrained(tmp_path)
 
 
 def test_loads_from_the_hub(tmp_path, monkeypatch):
@@ -887,6 +894,19 @@ def test_folder_without_a_file(tmp_path, missing):
             {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}},
             "rope_parameters.rope_theta: expected that of rope_scaling, 5.0, got 10000.0",
         ),
+        ({"dflash_config": [1]}, r"dflash_config: expected an object, got \[1\]"),
+        ({"rope_parameters": 7}, "rope_parameters: expected an object, got 7"),
+        ({"rope_scaling": "linear"}, "rope_scaling: expected an object, got linear"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type: expected default, linear or yarn"),
+        ({"layer_types": [["full_attention"], {}]}, "layer_types: expected 2 times sliding_attention or full_attention"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a finite number, got small"),
+        ({"output_multiplier": "2"}, "output_multiplier: expected a finite number, got 2"),
+        ({"final_logit_softcapping": [1]}, "final_logit_softcapping: expected a finite number"),
+        ({"input_embedding_scale": True}, "input_embedding_scale: expected a finite number, got True"),
+        ({"hidden_size": 10**12}, "hidden_size: expected at most 67108864, got 1000000000000"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers: expected at most 1024, got 1000000000000"),
+        ({"sliding_window": 10**12}, "sliding_window: expected at most 67108864, got 1000000000000"),
+        ({"target_layer_ids": REMOVED, "num_target_layers": "12"}, "num_target_layers: expected a whole number, got 12"),
         (
             {"dflash_config": {"sample_from_anchor": True}},
             "dflash_config.sample_from_anchor: expected one of block_size",

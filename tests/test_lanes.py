@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_decoding import VOCABULARY, make_drafter, make_prompt, make_target
@@ -145,35 +144,6 @@ def test_one_read_a_round_for_all_lanes(device, monkeypatch):
     results = generate(target, drafter, prompts, max_new_tokens=20, block_size=4, stop_token_ids=())
     rounds = max(result.stats.rounds for result in results)
     assert len(reads) == rounds + 2 * len(prompts)  # and of each prompt its range and its first token
-
-
-def test_targets_that_cannot_be_decoded_together():
-    config = transformers.Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    target, drafter = transformers.Qwen3NextForCausalLM(config).eval(), make_drafter()
-    prompts = [make_prompt(3, n) for n in range(2)]
-    with pytest.raises(ValueError, match=r"target: expected full and sliding .* got full_attention, linear_attention"):
-        generate(target, drafter, prompts, max_new_tokens=3)
-    one = generate(target, drafter, prompts[0], max_new_tokens=12, stop_token_ids=())
-    assert one.token_ids == greedy_generate(target, prompts[0], max_new_tokens=12, stop_token_ids=()).token_ids
-    target = make_target(attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match=r"target: expected attn_implementation sdpa or eager .* got flex_attention"):
-        generate(target, drafter, prompts, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -162,13 +162,17 @@ def test_a_low_temperature_is_greedy(device):
 
 
 @pytest.mark.parametrize("options,message", [
-    ({"temperature": 0.0}, "temperature: expected a number above 0, got 0.0"),
-    ({"temperature": -1.0}, "temperature: expected a number above 0, got -1.0"),
-    ({"temperature": float("nan")}, "temperature: expected a number above 0, got nan"),
+    ({"temperature": 0.0}, "temperature: expected a number in 1e-6..1e6, got 0.0"),
+    ({"temperature": -1.0}, "temperature: expected a number in 1e-6..1e6, got -1.0"),
+    ({"temperature": float("nan")}, "temperature: expected a number in 1e-6..1e6, got nan"),
     ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0.0"),
     ({"top_p": 1.1}, r"top_p: expected a number in \(0, 1\], got 1.1"),
     ({"top_k": -1}, "top_k: expected a whole number of at least 0, got -1"),
     ({"top_k": 2.5}, "top_k: expected a whole number of at least 0, got 2.5"),
+    ({"temperature": "hot"}, "temperature: expected a number in 1e-6..1e6, got hot"),
+    ({"temperature": 1e-30}, "temperature: expected a number in 1e-6..1e6, got 1e-30"),
+    ({"top_p": True}, r"top_p: expected a number in \(0, 1\], got True"),
+    ({"top_k": None}, "top_k: expected a whole number of at least 0, got None"),
 ])  # fmt: skip
 def test_bad_sampling(options, message):
     with pytest.raises(ValueError, match=message):

@@ -114,8 +114,11 @@ class Interrupted(BaseException):
     pass
 
 
-@pytest.mark.parametrize("where", ["target", "context_features", "commit_context", "prefill_context", "on_tokens", "keep"])
-@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    "where,call",
+    [("prefill_context", 1)]  # a turn is read in one piece
+    + [(where, call) for where in ("target", "context_features", "commit_context", "on_tokens", "keep") for call in (1, 2, 4)],
+)
 def test_whatever_fails_the_next_call_is_right(device, monkeypatch, where, call):
     session, target, drafter = make_session(device)
     session.generate(make_prompt(WINDOW + 4, 6, device), max_new_tokens=10)
@@ -147,8 +150,6 @@ def test_whatever_fails_the_next_call_is_right(device, monkeypatch, where, call)
             replacement.__signature__ = __import__("inspect").signature(target.forward)
         monkeypatch.setattr(owner, name, replacement)
     turn = make_prompt(5, 7, device)
-    if where == "prefill_context" and call > 1:
-        pytest.skip("a turn is read in one piece")
     with pytest.raises(Interrupted):
         session.generate(turn, max_new_tokens=20, on_tokens=on_tokens)
     monkeypatch.undo()
@@ -172,7 +173,7 @@ def test_bad_arguments_change_nothing():
     for arguments, message in (
         ({"input_ids": torch.tensor([[VOCABULARY]])}, "input_ids: expected token ids in 0..96"),
         ({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, r"input_ids: expected one prompt"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number of at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number of at least 1, below .*, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             session.generate(**{"input_ids": make_prompt(3), "max_new_tokens": 4} | arguments)
@@ -181,6 +182,27 @@ def test_bad_arguments_change_nothing():
         with pytest.raises(ValueError, match=rf"tokens: expected a whole number in 0..{len(text)}, got {tokens}"):
             session.rewind(tokens)
     assert session.generate(max_new_tokens=5).token_ids == plain(target, text, 5)
+
+
+def test_calls_from_within_a_call_are_refused():
+    session, target, _ = make_session()
+    refused = []
+
+    def on_tokens(_):
+        for call in (lambda: session.generate(max_new_tokens=3), lambda: session.rewind(2), session.fork):
+            with pytest.raises(RuntimeError, match="this session is decoding"):
+                call()
+            refused.append(1)
+
+    want = plain(target, make_prompt(5)[0].tolist(), 12)
+    assert session.generate(make_prompt(5), max_new_tokens=12, on_tokens=on_tokens).token_ids == want and len(refused) >= 9
+
+
+def test_keeps_one_hidden_state_a_token():
+    session, _, drafter = make_session()
+    session.generate(make_prompt(5), max_new_tokens=40)
+    kept = sum(features.untyped_storage().nbytes() for features in session._features)
+    assert kept == (len(session.token_ids) - 1) * drafter.config.hidden_size * 4
 
 
 def test_a_target_with_a_sliding_window_goes_back_too():

@@ -99,7 +99,7 @@ def generate_command(options: argparse.Namespace) -> int:
 
     result, reason = None, "interrupt"
     try:
-        with refusing():
+        with refusing(ValueError, RuntimeError):
             result = generate(
                 models.target,
                 models.drafter,
@@ -133,7 +133,7 @@ def chat_command(options: argparse.Namespace) -> int:
     sampling = sampling_of(options, models.drafter.device)
 
     def new_session() -> Session:
-        with refusing():
+        with refusing(ValueError):
             return Session(
                 models.target, models.drafter, block_size=options.block_size, sampling=sampling, compile=options.compile
             )
@@ -142,9 +142,13 @@ def chat_command(options: argparse.Namespace) -> int:
     while True:
         try:
             line = input("> ")
+            line.encode()
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
+        except UnicodeError:
+            print("torch_dflash2: expected text in UTF-8, got other bytes", file=sys.stderr)
+            continue
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
@@ -158,7 +162,7 @@ def chat_command(options: argparse.Namespace) -> int:
             session, same = new_session(), 0
         start = len(whole)
         try:
-            with refusing():
+            with refusing(ValueError, RuntimeError):
                 session.generate(
                     torch.tensor([whole[same:]], device=models.drafter.device),
                     max_new_tokens=options.max_new_tokens,
@@ -190,7 +194,7 @@ def bench_command(options: argparse.Namespace) -> int:
             compile=options.compile,
         )
 
-    with refusing(), progress("Decoding"):
+    with refusing(ValueError, RuntimeError), progress("Decoding"):
         plain(min(4, options.max_new_tokens)), speculative(min(16, options.max_new_tokens))  # what is done only once
         runs = [(plain(options.max_new_tokens), speculative(options.max_new_tokens)) for _ in range(2)]
     # The quicker of two runs each: what another program takes from one run must not decide.
@@ -274,11 +278,11 @@ def load(options: argparse.Namespace) -> Models:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with refusing("--target", options.target), progress(f"Loading {options.target}"):
+    with refusing(Exception, what=f"--target: cannot load {options.target}: "), progress(f"Loading {options.target}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.target)
         target: Any = transformers.AutoModelForCausalLM.from_pretrained(options.target, dtype=DTYPES[options.dtype])
         target = target.to(device).eval()
-    with refusing("--draft", options.draft), progress(f"Loading {options.draft}"):
+    with refusing(Exception, what=f"--draft: cannot load {options.draft}: "), progress(f"Loading {options.draft}"):
         dtype = None if options.dtype == "auto" else DTYPES[options.dtype]
         drafter = DFlashDraftModel.from_pretrained(options.draft, dtype=dtype, device=device)
     if device == "cpu":
@@ -302,10 +306,15 @@ def sampling_of(options: argparse.Namespace, device: Any) -> Any:
     from .sampling import Sampling
 
     if getattr(options, "temperature", 0.0) == 0.0:
+        for name, unused in (("top_p", 1.0), ("top_k", 0), ("seed", None)):
+            if getattr(options, name, unused) != unused:
+                raise Refused(f"--{name.replace('_', '-')}: expected a --temperature above 0 with it, got greedy decoding")
         return None
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise Refused(f"--seed: expected a number in 0..2**63-1, got {options.seed}")
     generator = torch.Generator(device)
     generator.seed() if options.seed is None else generator.manual_seed(options.seed)
-    with refusing():
+    with refusing(ValueError):
         return Sampling(options.temperature, options.top_p, options.top_k, generator)
 
 
@@ -325,11 +334,14 @@ def prompt_ids(models: Models, prompt: str, options: argparse.Namespace) -> torc
         ids = models.tokenizer(prompt).input_ids
     else:
         ids = chat_ids(models.tokenizer, [{"role": "user", "content": prompt}])
+    if not ids:
+        raise Refused("--prompt: expected text of at least one token, got none from the tokenizer")
     return torch.tensor([ids], device=models.drafter.device)
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True).input_ids)
+    with refusing(Exception, what="--target: its chat template fails: "):
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True).input_ids)
 
 
 def text_stream(tokenizer: Any) -> Any:
@@ -349,13 +361,12 @@ def statistics(stats: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def refusing(option: str | None = None, got: str | None = None) -> Iterator[None]:
-    """Makes what a library refuses one line."""
+def refusing(*kinds: type[Exception], what: str = "") -> Iterator[None]:
+    """Makes errors of these kinds one line."""
     try:
         yield
-    except (ValueError, OSError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise Refused(reason if option is None else f"{option}: cannot load {got}: {reason}") from error
+    except kinds as error:
+        raise Refused(what + (" ".join(str(error).split()) or type(error).__name__)) from error
 
 
 @contextmanager

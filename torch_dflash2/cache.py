@@ -15,6 +15,7 @@ from . import _library  # noqa: F401  loads the operators
 ops = torch.ops.dflash2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of keys and values that are committed
 MAX_ROWS = 16  # of a block, and tokens of a commit
+MAX_SLOTS = 2**26  # of a ring
 GROWTH = 256  # a ring that keeps every token has a multiple of this many slots
 MAX_BYTES = 2**40  # of all rings
 
@@ -72,8 +73,8 @@ class RingKVCache:
         if len(windows) != layers:
             raise ValueError(f"RingKVCache: window: expected one for each of {layers} layers, got {len(windows)}")
         for slots in windows:
-            if slots is not None and not (_is_whole(slots) and 3 <= slots <= 2**26):
-                raise ValueError(f"RingKVCache: window: expected 3..67108864, or None for full attention, got {slots!r}")
+            if slots is not None and not (_is_whole(slots) and 3 <= slots <= MAX_SLOTS):
+                raise ValueError(f"RingKVCache: window: expected 3..{MAX_SLOTS}, or None for full attention, got {slots!r}")
         shapes = [(2, lanes, kv_heads, GROWTH if slots is None else slots, head_dim) for slots in windows]
         bytes_in_all = sum(2 * torch.Size(shape).numel() for shape in shapes)
         if bytes_in_all > MAX_BYTES:
@@ -152,6 +153,8 @@ class RingKVCache:
 
         They count once `advance(counts)` is called.
         """
+        for name, new in (("keys", keys), ("values", values), ("counts", counts)):
+            _check_is_tensor("commit", name, new)
         self._check_write("commit", layer, keys.shape[1] if keys.dim() > 1 else 0)
         ring_keys, ring_values = self._halves(layer)
         ops.commit_kv(keys, values, counts, self.token_counts, ring_keys, ring_values)
@@ -169,9 +172,13 @@ class RingKVCache:
 
         They count once `advance(lengths)` is called.
         """
+        for name, new in (("keys", keys), ("values", values)):
+            _check_is_tensor("prefill", name, new)
         shape = (self.lanes, keys.shape[1] if keys.dim() > 1 else 0, self.kv_heads, self.head_dim)
         given = shape[1]
         total = given if tokens is None else tokens
+        if not _is_whole(total) or total < 0:
+            raise ValueError(f"prefill: tokens: expected a number of tokens, at least 0, got {tokens!r}")
         self._check_write("prefill", layer, total)
         window = self.windows[layer]
         if tokens is not None and given != self.kept(layer, tokens):
@@ -225,8 +232,8 @@ class RingKVCache:
 
         Rings grow on their own by half their size or what is needed; each time they are copied.
         """
-        if not _is_whole(tokens) or tokens < 0:
-            raise ValueError(f"reserve: tokens: expected a number of tokens, at least 0, got {tokens!r}")
+        if not _is_whole(tokens) or not 0 <= tokens <= MAX_SLOTS - MAX_ROWS:
+            raise ValueError(f"reserve: tokens: expected a number of tokens in 0..{MAX_SLOTS - MAX_ROWS}, got {tokens!r}")
         if self._whole is not None:
             return self._whole.reserve(tokens)
         for layer, window in enumerate(self.windows):
@@ -234,7 +241,7 @@ class RingKVCache:
             # A block of 16 rows sees every token, and a commit of 16 finds its slots.
             if window is None and ring.shape[-2] < tokens + MAX_ROWS:
                 slots = max(tokens + MAX_ROWS, ring.shape[-2] * 3 // 2)
-                slots = (slots + GROWTH - 1) // GROWTH * GROWTH
+                slots = min((slots + GROWTH - 1) // GROWTH * GROWTH, MAX_SLOTS)
                 with torch.inference_mode(False):
                     grown = torch.zeros(*ring.shape[:-2], slots, self.head_dim, dtype=ring.dtype, device=ring.device)
                 grown[:, :, :, : ring.shape[-2]] = ring
@@ -420,11 +427,17 @@ class RingKVCache:
                 raise ValueError(f"{call}: keys: expected {others} tokens as for layer {other}, got {tokens}")
 
     def _check_counts(self, call: str, name: str, counts: Tensor) -> None:
+        _check_is_tensor(call, name, counts)
         if counts.dtype != torch.int32 or counts.shape != (self.lanes,) or counts.device != self.device:
             raise ValueError(
                 f"{call}: {name}: expected int32 of shape [lanes] = [{self.lanes}] on {self.device}, "
                 f"got {counts.dtype} {list(counts.shape)} on {counts.device}"
             )
+
+
+def _check_is_tensor(call: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{call}: {name}: expected a tensor, got {type(value).__name__}")
 
 
 def _is_whole(value: object) -> bool:

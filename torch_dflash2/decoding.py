@@ -187,6 +187,8 @@ class Decoder:
         rewinds: bool = False,
     ) -> None:
         self.device = _check_pair(target, drafter)
+        if not isinstance(sampling, Sampling | None):
+            raise argument_error("sampling", "a Sampling, or None for greedy", type(sampling).__name__)
         self.stops = _stop_tokens(target) if stop_token_ids is None else _checked_stop_tokens(stop_token_ids)
         self.drafter, self.lanes, self.sampling = drafter, lanes, sampling
         self.block_size = _check_block_size(drafter, default_block_size(drafter, target) if block_size is None else block_size)
@@ -198,9 +200,9 @@ class Decoder:
         self.features: Tensor | None = None  # of the tokens that the last round read, [lanes, rows, hidden]
         self._draft, self._propose = self._draft_block, self._propose_tokens
         if compile:
-            self._draft = torch.compile(self._draft, fullgraph=True)
+            self._draft = _compiled(self._draft)
             if sampling is None:  # a random generator would break the graph
-                self._propose = torch.compile(self._propose, fullgraph=True)
+                self._propose = _compiled(self._propose)
 
     def reset(self, lane: int) -> None:
         """Empties a lane; the others go on."""
@@ -224,7 +226,7 @@ class Decoder:
             if features is not None:
                 features.append(context)
             watch.lap("commit")
-        logits = scored.logits[:, -1]
+        logits = scored.logits[:, -1, : self.drafter.config.vocab_size]
         self.anchors[lane] = (
             logits.argmax(-1) if self.sampling is None else self.sampling.draw(self.sampling.probabilities(logits))
         )
@@ -247,14 +249,15 @@ class Decoder:
             watch.lap("propose")
 
         scored = self.target.read(block, lengths=self.cache.token_counts)
+        logits = scored.logits[..., : self.drafter.config.vocab_size]  # a head may be padded
         if self.sampling is None:
-            tokens = scored.logits.argmax(-1)  # [lanes, rows]: what the target puts after each row
+            tokens = logits.argmax(-1)  # [lanes, rows]: what the target puts after each row
             accepted = (block[:, 1:] == tokens[:, :-1]).cumprod(1).sum(1)
         elif rows > 1:
-            accepted, following = verify(self.sampling, drafts, scored.logits)
+            accepted, following = verify(self.sampling, drafts, logits)
             tokens = F.pad(block[:, 1:], (0, 1)).scatter(1, accepted[:, None], following[:, None])
         else:
-            tokens = self.sampling.draw(self.sampling.probabilities(scored.logits))
+            tokens = self.sampling.draw(self.sampling.probabilities(logits))
             accepted = tokens.new_zeros(self.lanes)
 
         # A lane takes the accepted drafts and the token after them, up to its first stop token and what remains to it.
@@ -287,6 +290,17 @@ class Decoder:
         return self.drafter.sample(hidden, self.anchors[:, 0], self.head, self.sampling)
 
 
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function, fullgraph=True)
+
+    def call(*args: Any) -> Any:
+        # All decoders share the function's graphs. Each drafter, block size and number of lanes needs its own.
+        with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+            return compiled(*args)
+
+    return call
+
+
 @torch.inference_mode()
 def greedy_generate(
     target: Target,
@@ -304,16 +318,17 @@ def greedy_generate(
     watch = Stopwatch(device if profile else None)
     watch.start(text.stats)
 
-    last_logits = _last_logits(target)
+    last_logits, vocabulary = _last_logits(target), target.get_input_embeddings().weight.shape[0]
     cache = transformers_cache(target)
     for piece in input_ids.split(PREFILL_TOKENS, dim=1):
         scored = target(piece, past_key_values=cache, use_cache=True, **last_logits)
-    token = scored.logits[:, -1:].argmax(-1)  # [1, 1]
+    token = scored.logits[:, -1:, :vocabulary].argmax(-1)  # [1, 1]
     text.add(token[0].tolist())
     watch.lap("prefill")
 
     while not text.finish_reason:
-        token = target(token, past_key_values=cache, use_cache=True, **last_logits).logits[:, -1:].argmax(-1)
+        scored = target(token, past_key_values=cache, use_cache=True, **last_logits)
+        token = scored.logits[:, -1:, :vocabulary].argmax(-1)
         tokens = token[0].tolist()
         watch.lap("verify")
         text.stats.acceptance_lengths.append(text.add(tokens))
@@ -352,8 +367,8 @@ class Text:
         max_new_tokens: int,
         on_tokens: Callable[[list[int]], Any] | None,
     ) -> None:
-        if not is_whole(max_new_tokens) or max_new_tokens < 1:
-            raise argument_error("max_new_tokens", "a whole number of at least 1", max_new_tokens)
+        if not is_whole(max_new_tokens) or not 1 <= max_new_tokens < 2**31:
+            raise argument_error("max_new_tokens", "a whole number of at least 1, below 2**31", max_new_tokens)
         self.token_ids: list[int] = []
         self.stops, self.max_new_tokens, self.on_tokens = stops, max_new_tokens, on_tokens
         self.finish_reason: Literal["stop", "length"] | None = None
@@ -425,8 +440,14 @@ def argument_error(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def _check_target(target: Target) -> None:
+    if not isinstance(target, torch.nn.Module) or not hasattr(target, "get_output_embeddings"):
+        raise argument_error("target", "a Hugging Face causal LM", type(target).__name__)
+
+
 def check_prompt(target: Target, ids: Tensor, name: str) -> torch.device:
     """Returns the device of target and prompt."""
+    _check_target(target)
     if target.training:
         raise argument_error("target", "a model in eval mode (call target.eval())", "one in training mode")
     weight = target.get_input_embeddings().weight
@@ -446,6 +467,9 @@ def check_prompt(target: Target, ids: Tensor, name: str) -> torch.device:
 
 def _check_pair(target: Target, drafter: DFlashDraftModel) -> torch.device:
     """Returns the device of both."""
+    _check_target(target)
+    if not isinstance(drafter, DFlashDraftModel):
+        raise argument_error("drafter", "a DFlashDraftModel or DFlash2DraftModel", type(drafter).__name__)
     vocabulary, hidden_size = target.get_input_embeddings().weight.shape
     device = target.get_input_embeddings().weight.device
     layers = target.config.get_text_config().num_hidden_layers
@@ -467,12 +491,12 @@ def _check_pair(target: Target, drafter: DFlashDraftModel) -> torch.device:
 def _check_block_size(drafter: DFlashDraftModel, block_size: int) -> int:
     if not is_whole(block_size) or not 2 <= block_size <= drafter.block_size:
         raise argument_error("block_size", f"a whole number in 2..{drafter.block_size}, the size trained for", block_size)
-    return block_size
+    return int(block_size)
 
 
 def _checked_stop_tokens(stop_token_ids: Iterable[int]) -> set[int]:
     stops = list(stop_token_ids) if isinstance(stop_token_ids, Iterable) else [None]
-    if isinstance(stop_token_ids, (str, bytes)) or not all(is_whole(token) and token >= 0 for token in stops):
+    if isinstance(stop_token_ids, (str, bytes)) or not all(is_whole(token) and 0 <= token < 2**31 for token in stops):
         raise argument_error("stop_token_ids", "token ids, as a list of whole numbers", repr(stop_token_ids))
     return {int(token) for token in stops}
 

@@ -28,9 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache import MAX_ROWS, RingKVCache
+from .cache import MAX_ROWS, MAX_SLOTS, RingKVCache
 from .sampling import Drafts, Sampling
 
+MAX_SIZE = MAX_SLOTS  # of any number in a config, far above what there is
+MAX_LAYERS = 1024
 GRANULE = 128  # tokens: attention covers a multiple of so many, where the text is shorter than the window
 Rotation = tuple[Tensor, Tensor]  # cosines and signed sines, [B, tokens, 1, D]
 
@@ -89,7 +91,7 @@ class DraftConfig:
     target_layer_ids: tuple[int, ...]  # of the target's layers whose outputs are tapped, from 0
     input_embedding_scale: float
     output_multiplier: float
-    final_logit_softcapping: float  # 0: none
+    final_logit_softcapping: float  # 0 or below: none
     conv_kernel_size: int = 0  # this and what follows: 0 in a DFlashDraftModel
     conv_group_size: int = 0
     selector_rank: int = 0
@@ -109,14 +111,14 @@ class DraftConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, "int") and not _is_whole(value):
-                raise _config_error(field.name, "a whole number", value)
+            if field.type in (int, "int"):
+                _check_whole(field.name, value)
             if field.type in (bool, "bool") and not isinstance(value, bool):
                 raise _config_error(field.name, "true or false", value)
-            if field.type in (float, "float") and not math.isfinite(value):
+            if field.type in (float, "float") and not _is_number(value):
                 raise _config_error(field.name, "a finite number", value)
-        if self.sliding_window is not None and not _is_whole(self.sliding_window):
-            raise _config_error("sliding_window", "a whole number", self.sliding_window)
+        if self.sliding_window is not None:
+            _check_whole("sliding_window", self.sliding_window)
         if self.is_causal is not None and not isinstance(self.is_causal, bool):
             raise _config_error("is_causal", "true or false", self.is_causal)
         if not all(_is_whole(layer) for layer in self.target_layer_ids):
@@ -157,12 +159,15 @@ class DraftConfig:
     @classmethod
     def from_json(cls, path: str | pathlib.Path) -> "DraftConfig":
         """Reads a published `config.json`."""
-        return cls.from_dict(json.loads(pathlib.Path(path).read_text()))
+        config = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise _config_error(str(path), "a JSON object", config)
+        return cls.from_dict(config)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DraftConfig":
         """Reads the fields of a published `config.json`; raises ValueError naming the field that is not supported."""
-        draft = config.get("dflash_config") or {}
+        draft = _fields_in(config, "dflash_config")
         for name in draft:
             if name not in (*_DRAFT_FIELDS, *_DFLASH2_FIELDS):
                 raise _config_error(f"dflash_config.{name}", f"one of {', '.join(_DRAFT_FIELDS + _DFLASH2_FIELDS)}", name)
@@ -195,14 +200,14 @@ class DraftConfig:
             if "sink" in name and merged[name]:
                 raise _config_error(name, "no attention sinks", merged[name])
         layers = required("num_hidden_layers")
-        if not _is_whole(layers):
-            raise _config_error("num_hidden_layers", "a whole number", layers)
+        _check_whole("num_hidden_layers", layers, MAX_LAYERS)
         layer_types, sliding_window = _layer_types(config, layers)
         heads = required("num_attention_heads")
         taps = merged.get("target_layer_ids")
         if taps is not None and not isinstance(taps, (list, tuple)):
             raise _config_error("target_layer_ids", "a list of layer numbers", taps)
         if taps is None:
+            _check_whole("num_target_layers", required("num_target_layers"))
             taps = _evenly_spaced(required("num_target_layers"), layers)
         return cls(
             architecture=architecture,
@@ -216,15 +221,15 @@ class DraftConfig:
             layer_types=layer_types,
             sliding_window=sliding_window,
             is_causal=config.get("is_causal"),
-            rms_norm_eps=float(optional("rms_norm_eps", 1e-6)),
+            rms_norm_eps=optional("rms_norm_eps", 1e-6),
             rope=_rope(config),
             attention_bias=optional("attention_bias", False),
             block_size=optional("block_size", 16),
             mask_token_id=required("mask_token_id"),
             target_layer_ids=tuple(taps),
-            input_embedding_scale=float(optional("input_embedding_scale", 1.0)),
-            output_multiplier=float(optional("output_multiplier", 1.0)),
-            final_logit_softcapping=max(0.0, float(optional("final_logit_softcapping", 0.0))),
+            input_embedding_scale=optional("input_embedding_scale", 1.0),
+            output_multiplier=optional("output_multiplier", 1.0),
+            final_logit_softcapping=optional("final_logit_softcapping", 0.0),
             **{name: required(name) for name in _DFLASH2_FIELDS if architecture == "DFlash2DraftModel"},
         )
 
@@ -258,6 +263,25 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _check_whole(name: str, value: object, most: int = MAX_SIZE) -> None:
+    if not _is_whole(value):
+        raise _config_error(name, "a whole number", value)
+    if value > most:  # type: ignore[operator]
+        raise _config_error(name, f"at most {most}", value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fields_in(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The fields of an object within the config; none if it is not there."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise _config_error(name, "an object", value)
+    return value or {}
+
+
 def _config_error(name: str, expected: object, got: object) -> ValueError:
     return ValueError(f"drafter config: {name}: expected {expected}, got {got}")
 
@@ -280,11 +304,10 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28)
-        if not _is_whole(first):
-            raise _config_error("max_window_layers", "a whole number", first)
+        _check_whole("max_window_layers", first)
         slides = use_window and window is not None
         kinds = ["sliding_attention" if slides and layer >= first else "full_attention" for layer in range(layers)]
-    known = isinstance(kinds, (list, tuple)) and set(kinds) <= {"sliding_attention", "full_attention"}
+    known = isinstance(kinds, (list, tuple)) and all(kind in ("sliding_attention", "full_attention") for kind in kinds)
     if not known or len(kinds) != layers:
         raise _config_error("layer_types", f"{layers} times sliding_attention or full_attention", kinds)
     if "sliding_attention" not in kinds:
@@ -304,7 +327,7 @@ _ROPE_NUMBERS = {  # the fields of a kind of RoPE, besides its theta
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
-    places = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    places = {name: _fields_in(config, name) for name in ("rope_scaling", "rope_parameters")}
     merged: dict[str, Any] = {}
     where: dict[str, str] = {}
     for place, fields_there in places.items():
@@ -317,7 +340,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
             merged[name], where[name] = value, f"{place}.{name}"
 
     kind = merged.get("rope_type", "default")
-    if kind not in _ROPE_NUMBERS:
+    if not isinstance(kind, str) or kind not in _ROPE_NUMBERS:
         raise _config_error(where["rope_type"], "default, linear or yarn", kind)
     others = ("original_max_position_embeddings", "truncate") if kind == "yarn" else ()
     for name, value in merged.items():
@@ -331,7 +354,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     theta = merged.get("rope_theta") or config.get("rope_theta") or 10000.0
     numbers = {name: merged[name] for name in _ROPE_NUMBERS[kind] if merged.get(name) is not None}
     for name, value in {"rope_theta": theta, **numbers}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if not _is_number(value) or value <= 0:
             raise _config_error(where.get(name, name), "a finite number above 0", value)
     if kind == "default":
         return Rope(kind, float(theta))
@@ -726,11 +749,11 @@ class DFlashDraftModel(nn.Module):
     def logits(self, hidden: Tensor, output_head: nn.Module) -> Tensor:
         """The target's output head on the drafter's output [B, N, hidden]: [B, N, vocabulary]."""
         weight = getattr(output_head, "weight", hidden)
-        logits = output_head(hidden.to(weight.dtype))
+        logits = output_head(hidden.to(weight.dtype))[..., : self.config.vocab_size]  # a head may be padded
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return torch.tanh(logits / cap) * cap if cap > 0 else logits
 
     @torch.no_grad()
     def propose(self, hidden: Tensor, anchor_ids: Tensor, output_head: nn.Module) -> Tensor:
@@ -834,7 +857,7 @@ def _read_weights(folder: pathlib.Path) -> dict[str, Tensor]:
     if (folder / "model.safetensors").is_file() or not index.is_file():
         shards = ["model.safetensors"]
     else:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = _shards(index)
     weights: dict[str, Tensor] = {}
     for shard in shards:
         if pathlib.PurePath(shard).name != shard or not (folder / shard).is_file():
@@ -844,6 +867,14 @@ def _read_weights(folder: pathlib.Path) -> dict[str, Tensor]:
                 raise ValueError(f"drafter weights: expected {name} in one shard, found it in {shard} too")
             weights[name] = tensor
     return weights
+
+
+def _shards(index: pathlib.Path) -> list[str]:
+    content = json.loads(index.read_text(encoding="utf-8"))
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ValueError(f"drafter folder: expected {index} to name the file of each weight in weight_map, it does not")
+    return sorted(set(shards.values()))
 
 
 def _check_shape(call: str, name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:

@@ -6,6 +6,7 @@ Everything stays on the device.
 """
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 class Sampling:
     """How tokens are drawn from logits.
 
-    temperature: above 0, divides the logits. top_k: only the k likeliest tokens; 0 for all. top_p: only the likeliest
+    temperature: 1e-6..1e6, divides the logits. top_k: only the k likeliest tokens; 0 for all. top_p: only the likeliest
     tokens that together reach this probability, in (0, 1]; 1 for all. generator: of the logits' device, for draws that
     can be repeated. Both limits are of the distribution after the temperature; top_k comes first.
     """
@@ -27,9 +28,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
-            ("temperature", 0 < self.temperature < float("inf"), "a number above 0"),
-            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number of at least 0"),
+            ("temperature", _is_number(self.temperature) and 1e-6 <= self.temperature <= 1e6, "a number in 1e-6..1e6"),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("top_k", _is_number(self.top_k) and self.top_k >= 0 and self.top_k % 1 == 0, "a whole number of at least 0"),
         ):
             if not fits:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
@@ -38,7 +39,7 @@ class Sampling:
         """What tokens are drawn from: float32, of the shape of logits [..., vocabulary]."""
         scores = logits.float() / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k).values[..., -1:]
+            least = scores.topk(int(self.top_k)).values[..., -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))
         probabilities = scores.softmax(-1)
         if self.top_p < 1.0:
@@ -53,6 +54,10 @@ class Sampling:
         """One index from each distribution [..., N], int64 [...]."""
         flat = probabilities.reshape(-1, probabilities.shape[-1])
         return torch.multinomial(flat, 1, generator=self.generator).view(probabilities.shape[:-1])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

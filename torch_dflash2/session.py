@@ -42,6 +42,7 @@ class Session:
         self.token_ids: list[int] = []
         self._features: list[Tensor] = []  # of every token that was read, [1, n, hidden] each
         self._torn = False  # an error or interrupt came while target and drafter were out of step
+        self._decoding = False
 
     @torch.inference_mode()
     def generate(
@@ -64,27 +65,34 @@ class Session:
         watch = Stopwatch(decoder.device if profile else None)
         watch.start(text.stats)
 
-        self._torn = True
-        if input_ids is not None:
-            self.token_ids += input_ids[0].tolist()
+        self._torn = self._decoding = True
+        try:
+            if input_ids is not None:
+                self.token_ids += input_ids[0].tolist()
+            self._decode(unread, text, watch)
+        finally:
+            self._decoding = False
+        self._torn = False
+        return text.result()
+
+    def _decode(self, unread: list[int], text: Text, watch: Stopwatch) -> None:
+        decoder = self._decoder
         if len(unread) == 1 and decoder.target.lengths[0]:
             decoder.anchors.fill_(unread[0])
-            decoder.remaining.fill_(max_new_tokens)
+            decoder.remaining.fill_(text.remaining)
         else:
             ids = torch.tensor([unread], device=decoder.device)
-            first = decoder.prefill(0, ids, max_new_tokens, watch, self._features)
+            first = decoder.prefill(0, ids, text.remaining, watch, self._features)
             self.token_ids.append(first)
             text.add([first])
             watch.lap("prefill")
         while not text.finish_reason:
             (new,) = decoder.round(text.remaining, watch)
             assert decoder.features is not None
-            self._features.append(decoder.features[:, : len(new)])
+            self._features.append(decoder.features[:, : len(new)].clone())  # without the rows of rejected drafts
             self.token_ids += new
             text.stats.acceptance_lengths.append(text.add(new))
             watch.lap("other")
-        self._torn = False
-        return text.result()
 
     @torch.inference_mode()
     def rewind(self, tokens: int) -> None:
@@ -112,6 +120,8 @@ class Session:
 
     def _mend(self) -> None:
         """Brings target and drafter back in step with the text, if something came between."""
+        if self._decoding:
+            raise RuntimeError("this session is decoding: on_tokens, or another thread, must wait for it to end")
         if not self._torn:
             return
         decoder = self._decoder

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Target = Any  # a transformers.PreTrainedModel with an output head
 
+# Targets with recurrent state that lies in their cache and is right after several tokens at once; of others it is not known.
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 GROWTH = 256  # tokens: keys and values are kept in buffers whose length is a multiple of this
 
 
@@ -22,6 +24,12 @@ def transformers_cache(target: Target) -> Any:
         from transformers import DynamicCache
     except ImportError as error:
         raise ImportError("decoding needs transformers: pip install 'torch_dflash2[generate]'") from error
+    if "past_key_values" not in inspect.signature(target.forward).parameters:
+        raise ValueError(f"target: expected a model that takes past_key_values, got {type(target).__name__}")
+    text_config = target.config.get_text_config(decoder=True)
+    if hasattr(text_config, "index_topk") and text_config._attn_implementation == "sdpa":
+        # transformers 5.15 adds sdpa's boolean mask to the scores that keys are picked by: rows pick keys of later rows.
+        raise ValueError("target: expected attn_implementation eager, as sparse attention is wrong for several rows with sdpa")
     return DynamicCache(config=target.config)
 
 
@@ -32,7 +40,8 @@ class TargetLanes:
 
     rewinds: asks for `fork` and `rewind`. They and more than one lane take targets of full and sliding attention only, and
     keep keys and values of the whole text in sliding layers as well. One lane without them takes any target that
-    transformers can roll back. Raises ValueError for others, but at the call of `fork` or `rewind`.
+    transformers can roll back, and of those with recurrent state the ones in RECURRENT, which read accepted tokens twice.
+    Raises ValueError for others, but at the call of `fork` or `rewind`.
     """
 
     def __init__(self, model: Target, lanes: int, *, rewinds: bool = False) -> None:
@@ -45,6 +54,10 @@ class TargetLanes:
         if self.rewinds:
             self.layers = [_Layer(self, window) for window in windows]
             cache.layers = [_cache_layer_class()(self, layer) for layer in self.layers]
+        elif getattr(model, "_is_stateful", False) and _model_type(model) not in RECURRENT:
+            raise ValueError(
+                f"target: expected no recurrent state, or a model of {', '.join(RECURRENT)}, got {_model_type(model)}"
+            )
         elif lanes > 1:
             raise ValueError(
                 f"target: expected full and sliding attention only to decode several prompts at once, got {_kinds(model)}"
@@ -56,7 +69,8 @@ class TargetLanes:
         self.cache = cache
         self.lane: int | None = 0  # the one that is being read, None for all
         self.positions: Tensor | None = None  # [lanes, tokens] that are being read
-        self.unkept = 0  # tokens read since the last keep
+        self.unkept = torch.empty(1, 0)  # tokens read since the last keep
+        self.states: list[Any] = []  # of recurrent layers, before they were read
 
     @torch.no_grad()
     def read(self, ids: Tensor, *, lane: int | None = None, lengths: Tensor | None = None, **options: Any) -> Any:
@@ -69,14 +83,31 @@ class TargetLanes:
             assert lengths is not None
             self.positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
             options |= {"position_ids": self.positions, "attention_mask": self._masks()}
-        self.unkept = ids.shape[1]
+        self.unkept = ids
+        if not self.rewinds:
+            self.states = [_recurrent_state(layer) for layer in self.cache.layers]
         return self.model(ids, past_key_values=self.cache, use_cache=True, output_hidden_states=True, **options)
 
     def keep(self, counts: list[int]) -> None:
         """Of what was just read, each lane keeps its first tokens. For one lane of many, the others' counts are 0."""
         if not self.rewinds:
-            self.cache.crop(counts[0] - self.unkept)  # 0 too: a sliding window lets go of what it no longer needs
+            self._crop(counts[0])
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def _crop(self, count: int) -> None:
+        """Takes rejected tokens out of a transformers cache."""
+        rejected = self.unkept.shape[1] - count
+        if not rejected or not any(self.states):
+            self.cache.crop(-rejected)  # 0 too: a sliding window lets go of what it no longer needs
+            return
+        # A recurrent state has no way back from a token: the one before the block is put back, and reads what is kept.
+        self.cache.crop(-self.unkept.shape[1])
+        for layer, state in zip(self.cache.layers, self.states, strict=True):
+            if state:
+                layer.conv_states, layer.recurrent_states = state
+        if count:
+            self.model(self.unkept[:, :count], past_key_values=self.cache, use_cache=True)
+            self.cache.crop(0)
 
     def rewind(self, lane: int, length: int) -> None:
         """Forgets all but a lane's first `length` tokens."""
@@ -165,6 +196,20 @@ def _cache_layer_class() -> type:
     return LaneLayer
 
 
+def _recurrent_state(layer: Any) -> tuple[dict[int, Any], dict[int, Any]] | None:
+    """A copy of what a layer of recurrent or convolutional attention remembers; None for others."""
+    if not hasattr(layer, "recurrent_states"):
+        return None
+    conv, recurrent = (
+        {i: x if x is None else x.clone() for i, x in s.items()} for s in (layer.conv_states, layer.recurrent_states)
+    )
+    return conv, recurrent
+
+
+def _model_type(model: Target) -> str:
+    return model.config.get_text_config(decoder=True).model_type
+
+
 def _kinds(model: Target) -> str:
     return ", ".join(sorted(set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["other layers"])))
 
@@ -174,7 +219,7 @@ def _is_attention_only(model: Target, cache: Any) -> bool:
 
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    return bool(cache.layers) and plain and "chunked_attention" not in kinds
+    return bool(cache.layers) and plain and "chunked_attention" not in kinds and not getattr(model, "_is_stateful", False)
 
 
 def _check_takes_masks(model: Target) -> None:
@@ -183,8 +228,10 @@ def _check_takes_masks(model: Target) -> None:
         raise ValueError(
             f"target: expected attn_implementation sdpa or eager to decode several prompts at once, got {attention}"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    # GPT-Neo cuts its local masks by the longest text; ALiBi makes its own from them.
+    if "position_ids" not in takes or _model_type(model) == "gpt_neo" or getattr(config, "alibi", False):
         raise ValueError(
-            "target: expected a model whose forward takes position_ids to decode several prompts at once, "
+            "target: expected a model that takes position_ids and masks as given to decode several prompts at once, "
             f"got {type(model).__name__}"
         )
