@@ -24,8 +24,15 @@ namespace {
 using at::BFloat16;
 
 constexpr int64_t kGrainBytes = 256 * 1024;  // less than this is copied sooner than a second thread wakes up
-constexpr int64_t kStreamBytes = 2 << 20;    // packed keys or values of this size are better not kept in the cache
+constexpr int64_t kStreamBytes = 6 << 20;    // packed keys or values of this size are better not kept in the cache
 constexpr int64_t kLineBytes = 64;           // of the cache; every row of a ring is a whole number of them long
+
+// One binary for every x86 processor, which the loader completes with what the processor at hand does best.
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define DFLASH2_FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#else
+#define DFLASH2_FOR_EACH_PROCESSOR
+#endif
 
 #define DFLASH2_DISPATCH_CURRENT(dtype, ...)                                                                \
   AT_DISPATCH_SWITCH(dtype, "dflash2",                                                                      \
@@ -68,10 +75,16 @@ int64_t ring_slot(int64_t position, int64_t window) {
   return slot < 0 ? slot + window : slot;
 }
 
+DFLASH2_FOR_EACH_PROCESSOR void round_row(const float* source, BFloat16* row, int64_t size) {
+  for (int64_t d = 0; d < size; ++d) row[d] = BFloat16(source[d]);
+}
+
 template <class Source, class Destination>
 void copy_row(const Source* source, Destination* row, int64_t size) {
   if constexpr (std::is_same_v<Source, Destination>) {
     std::memcpy(row, source, size_t(size) * sizeof(Destination));
+  } else if constexpr (std::is_same_v<Source, float>) {
+    round_row(source, row, size);
   } else {
     for (int64_t d = 0; d < size; ++d) row[d] = Destination(float(source[d]));
   }
