@@ -166,7 +166,8 @@ def plot(report: dict, file: pathlib.Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
     axes.set_title(f"SmolLM2-135M-Instruct, float32, {report['machine']}, blocks of {report['block_size']}", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", ncols=2)
+    axes.margins(y=0.2)  # for the legend
     figure.savefig(file, dpi=150)
 
 
